@@ -1,0 +1,101 @@
+"""Circuit breaker of one direction of one tier: open means the tier is not asked.
+
+    closed --errors in a row, or an overdue job--> open --time--> half open --one trial ok--> closed
+                                                    ^                |
+                                                    +--trial failed--+      (open twice as long, up to a bound)
+
+It recovers with time whatever the traffic: an open breaker becomes half open by itself, and a half-open one that
+nobody tries for as long again closes.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class BreakerState(enum.Enum):
+    """The three states of a breaker."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """One breaker. All times are seconds of the core's clock."""
+
+    __slots__ = ("_errors", "_errors_to_open", "_open_s", "_open_s_first", "_open_s_max", "_trial", "_until", "opened",
+                 "state")  # fmt: skip
+
+    def __init__(self, errors_to_open: int, open_s: float, open_s_max: float) -> None:
+        self.state = BreakerState.CLOSED
+        self.opened = 0
+        self._errors = 0
+        self._errors_to_open = errors_to_open
+        self._open_s_first = open_s
+        self._open_s = open_s
+        self._open_s_max = open_s_max
+        self._until = 0.0
+        self._trial = False
+
+    def advance(self, now: float) -> bool:
+        """Let time pass: open becomes half open, an untried half open becomes closed. True if it changed."""
+        if self.state is BreakerState.CLOSED or now < self._until or self._trial:
+            return False
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.HALF_OPEN
+            self._until += self._open_s
+            if now < self._until:
+                return True
+        self._close()
+        return True
+
+    def deadline(self) -> float | None:
+        """When `advance` has something to do, or None."""
+        return None if self.state is BreakerState.CLOSED or self._trial else self._until
+
+    @property
+    def allows(self) -> bool:
+        """Whether the tier may be asked now; half open admits one trial at a time."""
+        return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self._trial)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether what is asked next is a trial: one chunk only."""
+        return self.state is BreakerState.HALF_OPEN
+
+    def asked(self) -> None:
+        """Something was handed over; in half open this is the trial."""
+        if self.state is BreakerState.HALF_OPEN:
+            self._trial = True
+
+    def success(self) -> None:
+        """The tier answered."""
+        self._errors = 0
+        if self.state is BreakerState.HALF_OPEN:
+            self._close()
+
+    def released(self) -> None:
+        """The trial ended without telling anything (it was cancelled)."""
+        self._trial = False
+
+    def failure(self, now: float, *, at_once: bool = False) -> None:
+        """The tier failed; `at_once` (an overdue job) opens without counting."""
+        self._errors += 1
+        if self.state is BreakerState.HALF_OPEN:
+            self._open_s = min(self._open_s * 2, self._open_s_max)
+            self._open(now)
+        elif self.state is BreakerState.CLOSED and (at_once or self._errors >= self._errors_to_open):
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        self.state = BreakerState.OPEN
+        self.opened += 1
+        self._trial = False
+        self._until = now + self._open_s
+
+    def _close(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._errors = 0
+        self._trial = False
+        self._open_s = self._open_s_first

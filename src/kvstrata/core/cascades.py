@@ -1,0 +1,203 @@
+"""Cascades: primary -> secondary, write-through behind bounded queues.
+
+A queued cascade holds no pin: what has left primary before its turn is dropped and counted. Handed-over ones of a tier
+pin at most the in-flight share. What a full queue or a failing tier refused is remembered (bounded) and offered again
+when the tier has recovered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+
+from kvstrata.core.ledger import Job
+from kvstrata.core.messages import EventKind, PurgeTier, SubmitStore, TierFilter
+from kvstrata.core.presence import PresenceBook
+from kvstrata.core.slots import READY
+from kvstrata.core.state import CoreState, TierState
+from kvstrata.types import I32, FailCause, JobKind, OffloadKey, Presence, TierJob
+
+MISSED_MOST = 65_536
+"""Most keys per tier that are remembered to be offered again."""
+
+BATCH = 64
+"""Most chunks of one cascade job: what one header block of the disk tier describes."""
+
+
+class Cascades:
+    """The bounded queues of all tiers and the store jobs that they hold."""
+
+    def __init__(self, core: CoreState, presence: PresenceBook) -> None:
+        self._core = core
+        self._presence = presence
+
+    def offer(self, keys: Sequence[OffloadKey], digests: Mapping[OffloadKey, bytes], admit: TierFilter) -> None:
+        """Queue freshly stored keys, in chain order, for every tier that the request may store to."""
+        for tier in self._core.tiers:
+            if not admit.accepts(tier.port):
+                continue
+            room = max(self._core.config.cascade_queue - len(tier.cascades), 0)
+            tier.cascades.extend((key, digests.get(key)) for key in keys[:room])
+            tier.counters.cascade_dropped += len(keys) - len(keys[:room])
+            self._remember(tier, keys[room:])
+
+    def _remember(self, tier: TierState, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            tier.missed[key] = None
+            if len(tier.missed) > MISSED_MOST:
+                tier.missed.popitem(last=False)
+
+    def pump(self) -> None:
+        """Hand over what the share, the breaker and waiting loads admit."""
+        for tier in self._core.tiers:
+            if tier.missed and tier.offer_at is None and not tier.fenced and tier.writes.allows:
+                self._offer_again(tier)
+            while tier.cascades and self._hand_over(tier):
+                pass
+
+    def _offer_again(self, tier: TierState) -> None:
+        """The tier takes stores again: what it missed and primary still has goes back into the queue."""
+        room = self._core.config.cascade_queue - len(tier.cascades)
+        if room < self._core.config.cascade_queue // 2 and tier.cascades:
+            return
+        again: OrderedDict[OffloadKey, None] = tier.missed
+        while again and room > 0:
+            key, _ = again.popitem(last=False)
+            if self._core.residency.slot_of(key) >= 0:
+                tier.cascades.append((key, None))
+                tier.counters.offered_again += 1
+                room -= 1
+
+    def _hand_over(self, tier: TierState) -> bool:
+        """One job from the head of the tier's queue; False if nothing can be handed over now."""
+        core = self._core
+        if tier.fenced or not tier.writes.allows:
+            return False
+        one_at_a_time = tier.writes.is_trial
+        if one_at_a_time and self._moving(tier):
+            return False
+        budget = core.inflight_limit - tier.cascading
+        most = 1 if one_at_a_time else min(BATCH, tier.port.capabilities.max_batch)
+        slots, keys, carried = self._take(tier, budget, most)
+        if not keys:
+            return False
+        digests = [digest for digest in carried if digest is not None]
+        job = core.ledger.accept(JobKind.CASCADE, core.generation, slots, keys, "", core.now, tier=tier.index)
+        core.residency.pin(slots)
+        tier.cascading += core.byte_size(slots)
+        tier.cascades_out += 1
+        tier.writes.asked()
+        offsets, lengths = core.ranges_of(slots)
+        known = digests if len(digests) == len(keys) else None
+        core.commands.append(
+            SubmitStore(tier.index, TierJob(job.job_id, keys, offsets.tolist(), lengths.tolist(), known))
+        )
+        return True
+
+    def _take(self, tier: TierState, budget: int, most: int) -> tuple[I32, list[OffloadKey], list[bytes | None]]:
+        """Leading queued chunks that primary still has, within `budget` bytes; at least one if none is out."""
+        residency, queue = self._core.residency, tier.cascades
+        while queue:
+            entries = list(islice(queue, most))
+            slots = residency.find([key for key, _ in entries])
+            ready = np.flatnonzero((slots >= 0) & (residency.state[slots] == READY))
+            fit = int(np.searchsorted(np.cumsum(residency.length[slots[ready]]), budget, side="right"))
+            if len(ready) and not fit and not tier.cascading:
+                fit = 1
+            through = int(ready[fit]) if fit < len(ready) else len(entries)
+            for _ in range(through):
+                queue.popleft()
+            tier.counters.cascade_lapsed += through - fit
+            if len(ready):
+                taken = ready[:fit]
+                chosen = [entries[i] for i in taken.tolist()]
+                return slots[taken], [key for key, _ in chosen], [digest for _, digest in chosen]
+        return np.empty(0, np.int32), [], []
+
+    def _moving(self, tier: TierState) -> bool:
+        """Whether a store that is not overdue is out."""
+        jobs = (job for job in self._core.ledger if job.kind is JobKind.CASCADE and job.tier == tier.index)
+        return tier.cascades_out > 0 and any(not job.overdue for job in jobs)
+
+    # -- outcomes
+
+    def done(self, job: Job, index: Sequence[int]) -> None:
+        """The tier has these chunks."""
+        core, tier = self._core, self._core.tiers[job.tier]
+        tier.writes.success()
+        if not tier.missed:
+            tier.offer_s = 0.0
+        tier.counters.cascaded += len(index)
+        keys = [job.keys[i] for i in index]
+        if job.generation != core.generation:
+            core.counters.late += len(keys)
+        else:
+            core.verdicts.stored(tier.index, keys)
+            self._presence.facts(tier.index, keys, Presence.PRESENT)
+            core.emit(EventKind.STORED, tier.port.name, keys)
+        self._unpin(job, index)
+
+    def failed(self, job: Job, failures: Sequence[tuple[int, FailCause]]) -> None:
+        """The tier did not take these chunks. Their slots stay pinned until the job has ended."""
+        core, tier = self._core, self._core.tiers[job.tier]
+        tier.counters.cascade_failed += len(failures)
+        if any(cause is not FailCause.CANCELLED for _, cause in failures):
+            tier.writes.failure(core.now)
+            tier.offer_s = min(max(2 * tier.offer_s, core.config.backoff_s), core.config.backoff_max_s)
+            tier.offer_at = core.now + tier.offer_s
+        if job.generation == core.generation:
+            self._remember(tier, [job.keys[i] for i, _ in failures])
+
+    def _unpin(self, job: Job, index: Sequence[int]) -> None:
+        """Chunks that the tier reads no more."""
+        slots = job.slots[list(index)]
+        self._core.tiers[job.tier].cascading -= self._core.byte_size(slots)
+        self._core.unpin(slots)
+        job.unpinned.update(index)
+
+    def ended(self, job: Job) -> None:
+        """The tier reads the job's slots no more."""
+        tier = self._core.tiers[job.tier]
+        tier.cascades_out -= 1
+        tier.writes.released()
+        self._unpin(job, [i for i in range(len(job.keys)) if i not in job.unpinned])
+        if job.generation < tier.purged_through and not self.stale(tier):
+            self.purge(tier)
+
+    def stale(self, tier: TierState) -> bool:
+        """Whether the tier may still write chunks of a generation that its last purge ended."""
+        return any(
+            job.kind is JobKind.CASCADE and job.tier == tier.index and job.generation < tier.purged_through
+            for job in self._core.ledger
+        )
+
+    def purge(self, tier: TierState) -> None:
+        """Fence the tier until everything that it holds now is gone for good.
+
+        What an older generation still has under way may be written, and be seen by a probe, after this purge: the
+        fence stays, and the tier is purged once more, until the last of it has ended.
+        """
+        tier.fenced = True
+        tier.purge_ticket = None
+        self._core.commands.append(PurgeTier(tier.index))
+
+    def overdue(self, job: Job) -> None:
+        """A bound of the job has passed; its slots stay pinned (and readable) until it has ended."""
+        tier = self._core.tiers[job.tier]
+        failures = [(i, FailCause.TIMEOUT) for i in sorted(job.open)]
+        job.open.clear()
+        self.failed(job, failures)
+        tier.writes.failure(self._core.now, at_once=True)
+
+    def drop_all(self, *, purged: bool) -> None:
+        """A new generation: nothing is queued or remembered."""
+        for tier in self._core.tiers:
+            tier.offer_at, tier.offer_s = None, 0.0
+            tier.counters.cascade_lapsed += len(tier.cascades)
+            tier.cascades.clear()
+            tier.missed.clear()
+            if purged:
+                tier.purged_through = self._core.generation

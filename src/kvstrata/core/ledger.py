@@ -1,0 +1,122 @@
+"""The one ledger of jobs in flight: stores, loads, promotions and cascades share one id space and one life cycle.
+
+Each accepted job ends exactly once. A job carries the generation it was made in, so that what completes after a reset
+is dropped by rule and not by luck.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvstrata.core.messages import ALL_TIERS, TierFilter
+from kvstrata.errors import InternalError
+from kvstrata.types import I32, JobKind, OffloadKey
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One transfer in flight. `open` are the indices of `keys` that have not been reported yet."""
+
+    job_id: int
+    kind: JobKind
+    generation: int
+    slots: I32
+    keys: Sequence[OffloadKey]
+    request_id: str
+    tier: int = -1
+    started: float = 0.0
+    progressed: float = 0.0
+    open: set[int] = field(default_factory=set)
+    reports_left: int = 1
+    ok: bool = True
+    overdue: bool = False
+    cancelled: bool = False
+    store_tiers: TierFilter = ALL_TIERS
+    """Stores: where the chunks may go after they are published."""
+    unpinned: set[int] = field(default_factory=set)
+    """Cascades: indices whose slots are not pinned by the job any more."""
+    quarantined: list[int] = field(default_factory=list)
+    """Slots that this job may still touch and that are returned when it has really ended."""
+
+
+class Ledger:
+    """All unfinished jobs by id, and the deadlines of those that a tier holds."""
+
+    __slots__ = ("_deadlines", "_idle_s", "_jobs", "_next_id", "_total_s")
+
+    def __init__(self, idle_s: float, total_s: float) -> None:
+        self._jobs: dict[int, Job] = {}
+        self._next_id = 1
+        self._idle_s = idle_s
+        self._total_s = total_s
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    def get(self, job_id: int) -> Job | None:
+        """The unfinished job, or None if it has ended or never was."""
+        return self._jobs.get(job_id)
+
+    def accept(
+        self,
+        kind: JobKind,
+        generation: int,
+        slots: I32,
+        keys: Sequence[OffloadKey],
+        request_id: str,
+        now: float,
+        *,
+        tier: int = -1,
+        reports: int = 1,
+    ) -> Job:
+        """Enter a new job. Jobs of tiers get deadlines; copies to and from the accelerator do not."""
+        job = Job(self._next_id, kind, generation, slots, keys, request_id, tier, now, now, reports_left=reports)
+        self._next_id += 1
+        self._jobs[job.job_id] = job
+        if tier >= 0:
+            job.open = set(range(len(keys)))
+            heapq.heappush(self._deadlines, (self._due(job), job.job_id))
+        return job
+
+    def end(self, job: Job) -> None:
+        """Strike out a job; ending it twice is a bug."""
+        if self._jobs.pop(job.job_id, None) is None:
+            raise InternalError(f"job {job.job_id} ended twice")
+
+    def deadline(self) -> float | None:
+        """When the next unfinished job may become overdue (a lower bound), or None."""
+        while self._deadlines:
+            job = self._jobs.get(self._deadlines[0][1])
+            if job is not None and not job.overdue:
+                return self._deadlines[0][0]
+            heapq.heappop(self._deadlines)
+        return None
+
+    def overdue(self, now: float) -> list[Job]:
+        """Jobs that passed a bound since the last call; each is returned once and marked."""
+        late: list[Job] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, job_id = heapq.heappop(self._deadlines)
+            job = self._jobs.get(job_id)
+            if job is None or job.overdue:
+                continue
+            due = self._due(job)
+            if due <= now:
+                job.overdue = True
+                late.append(job)
+            else:
+                heapq.heappush(self._deadlines, (due, job_id))
+        return late
+
+    def oldest(self, now: float) -> float:
+        """Age in seconds of the oldest unfinished job; 0 without one."""
+        return max((now - job.started for job in self._jobs.values()), default=0.0)
+
+    def _due(self, job: Job) -> float:
+        return min(job.progressed + self._idle_s, job.started + self._total_s)

@@ -1,0 +1,296 @@
+"""Gathers what is known of a request's keys, group by group, without moving a byte (phase 1 of the two-phase door).
+
+Full-attention groups come first, in steps with an early stop: their first absent chunk bounds the boundary, so that
+the other groups are asked only below it. Tiers that answer from memory are asked on the spot; the others only for the
+keys that the planner names, and their answers are kept with the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+
+from kvstrata.core.requests import Request
+from kvstrata.core.slots import READY
+from kvstrata.core.state import CoreState, TierState
+from kvstrata.types import I8, I32, I64, OffloadKey, Presence, ProbeDone
+
+STEP = 1024
+"""Keys of a full-attention group that are looked at before checking for the first absent one."""
+
+NOT_ASKED = -1
+ASKED = -2
+NOT_READ = -1
+"""Source of a chunk that no tier needs to be read for: it is in primary, or nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Presence per group (int8 `Presence` by chunk index) and where each present chunk would be read."""
+
+    presence: list[I8]
+    sources: list[I8]
+    must_retry: bool
+    """A tier that answers at once did not know yet; nothing will tell when it does."""
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """One outstanding probe of an asynchronous tier for one request.
+
+    `index` are chunk indices of `group` (two-phase door), or None when the keys stand for themselves (per-key door).
+    """
+
+    tier: int
+    request: Request
+    episode: int
+    group: int
+    index: I64 | None
+    keys: dict[OffloadKey, int]
+    """Position of each key in the answers."""
+    started: float
+    newer: dict[OffloadKey, Presence] = field(default_factory=dict)
+    """Facts about its keys that are newer than the probe; they win over its answers."""
+
+
+class PresenceBook:
+    """Presence of keys over primary and all tiers, and the outstanding probes."""
+
+    def __init__(self, core: CoreState) -> None:
+        self._core = core
+        self.probes: dict[tuple[int, int], Probe] = {}
+        groups = range(len(core.layout.groups))
+        self._order = sorted(groups, key=lambda g: not core.layout.groups[g].kind.prefix)
+
+    # -- gathering
+
+    def gather(self, request: Request, computed: int, total: int) -> Gathered:
+        """Presence of every key that a boundary in (computed, total] may need; one pass over the keys."""
+        layout = self._core.layout
+        presence: list[I8] = [np.empty(0, np.int8)] * len(layout.groups)
+        sources = list(presence)
+        must_retry, bound = False, total
+        self._core.counters.resolves += 1
+        for g in self._order:
+            tpc = layout.tokens_per_chunk[g]
+            first = computed // tpc
+            last = min(len(request.keys[g]), -(-bound // tpc) + layout.groups[g].drafter)
+            known = np.zeros(max(last, 0), np.int8)
+            source = np.full(max(last, 0), NOT_READ, np.int8)
+            bounding = layout.groups[g].kind.prefix
+            for start in range(first, last, STEP if bounding else max(last, 1)):
+                part = slice(start, min(start + STEP, last) if bounding else last)
+                must_retry |= self._look(request, g, part, known, source)
+                if bounding and (absent := np.flatnonzero(known[part] == Presence.ABSENT)).size:
+                    bound = min(bound, (start + int(absent[0])) * tpc)
+                    break
+            presence[g], sources[g] = known, source
+        return Gathered(presence, sources, must_retry)
+
+    def gather_ready(self, request: Request, computed: int, total: int) -> Gathered:
+        """Presence counting only what is readable in primary at this moment."""
+        layout, residency = self._core.layout, self._core.residency
+        presence: list[I8] = []
+        for g, keys in enumerate(request.keys):
+            tpc = layout.tokens_per_chunk[g]
+            first, last = computed // tpc, min(len(keys), -(-total // tpc) + layout.groups[g].drafter)
+            known = np.zeros(max(last, 0), np.int8)
+            if last > first:
+                slots = residency.find(keys[first:last])
+                ready = np.flatnonzero(slots >= 0)
+                ready = ready[residency.state[slots[ready]] == READY]
+                known[first:last][ready] = Presence.PRESENT
+                self._blank_unloadable(request, keys[first:last], known[first:last])
+                self._core.counters.keys_gathered += last - first
+            presence.append(known)
+        return Gathered(presence, [np.full(len(p), NOT_READ, np.int8) for p in presence], False)
+
+    def _blank_unloadable(self, request: Request, keys: Sequence[OffloadKey], view: I8) -> None:
+        """Chunks whose load failed for the request are absent for it, also in primary."""
+        if request.unloadable:
+            view[[i for i, key in enumerate(keys) if key in request.unloadable]] = Presence.ABSENT
+
+    def _look(self, request: Request, group: int, part: slice, known: I8, source: I8) -> bool:
+        """Fill `known[part]` and `source[part]`; True if a synchronous tier did not know yet."""
+        keys = request.keys[group][part]
+        self._core.counters.keys_gathered += len(keys)
+        missing = np.flatnonzero(self._core.residency.find(keys) < 0).astype(np.int32)
+        view, source_view = known[part], source[part]
+        view[:] = Presence.PRESENT
+        view[missing] = Presence.ABSENT
+        self._blank_unloadable(request, keys, view)
+        absent = request.failed | request.unloadable if request.unloadable else request.failed
+        if absent:
+            missing = np.array([i for i in missing.tolist() if keys[i] not in absent], np.int32)
+        if not len(missing):
+            return False
+        must_retry = False
+        for tier in self._core.tiers:
+            if not len(missing):
+                break
+            if not request.options.load_tiers.accepts(tier.port) or not self._core.readable(tier):
+                continue
+            answers = self._answers(request, tier, group, part.start, keys, missing)
+            self._core.verdicts.mask(tier.index, keys, missing, answers, self._core.now)
+            unknown = missing[answers == Presence.UNKNOWN]
+            view[unknown] = Presence.UNKNOWN
+            must_retry |= bool(len(unknown)) and tier.port.capabilities.sync_probe
+            found = missing[answers == Presence.PRESENT]
+            view[found] = Presence.PRESENT
+            source_view[found] = tier.index
+            missing = missing[answers != Presence.PRESENT]
+        return must_retry
+
+    def _answers(
+        self, request: Request, tier: TierState, group: int, start: int, keys: Sequence[OffloadKey], missing: I32
+    ) -> I8:
+        """What one tier says of `keys[missing]`: asked on the spot, or what its probes have said so far."""
+        if not tier.port.capabilities.sync_probe:
+            kept = self._kept(request, tier, group)[start + missing]
+            return np.where(kept < 0, Presence.UNKNOWN, kept).astype(np.int8)
+        wanted = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
+        answers = tier.port.probe(wanted)
+        self._count(request, tier, group, start + missing)
+        if isinstance(answers, int) or len(answers) != len(missing):
+            return np.zeros(len(missing), np.int8)
+        return np.array(answers, np.int8)
+
+    def _count(self, request: Request, tier: TierState, group: int, index: I64 | I32) -> None:
+        """Count each (request, key, tier) once: keys are asked in order, so a mark per group is enough."""
+        marks = request.asked.setdefault(tier.index, [0] * len(request.keys))
+        fresh = index[index >= marks[group]]
+        tier.counters.probed += len(fresh)
+        if len(fresh):
+            marks[group] = int(fresh[-1]) + 1
+
+    def _kept(self, request: Request, tier: TierState, group: int) -> I8:
+        """The request's answers of an asynchronous tier for one group, grown to the keys it has now."""
+        by_group = request.answers.get(tier.index)
+        if by_group is None:
+            by_group = [np.empty(0, np.int8) for _ in request.keys]
+            request.answers[tier.index] = by_group
+        short = len(request.keys[group]) - len(by_group[group])
+        if short > 0:
+            by_group[group] = np.concatenate([by_group[group], np.full(short, NOT_ASKED, np.int8)])
+        return by_group[group]
+
+    # -- probes of asynchronous tiers
+
+    def ask(self, request: Request, wanted: Sequence[I64]) -> bool:
+        """Probe the chunks that the planner named, in every allowed tier that was not asked for them yet.
+
+        True if some answers came at once, so that it is worth deciding again.
+        """
+        core, at_once = self._core, False
+        for tier in core.tiers:
+            if tier.port.capabilities.sync_probe or not request.options.load_tiers.accepts(tier.port):
+                continue
+            if not core.readable(tier):
+                continue
+            for group, index in enumerate(wanted):
+                kept = self._kept(request, tier, group)
+                index = index[index < len(kept)]
+                index = index[kept[index] == NOT_ASKED]
+                for at in range(0, len(index), tier.port.capabilities.max_batch):
+                    part = index[at : at + tier.port.capabilities.max_batch]
+                    keys = [request.keys[group][i] for i in part.tolist()]
+                    answers = self._submit(request, tier, group, part, keys)
+                    kept[part] = ASKED if answers is None else answers
+                    at_once |= answers is not None
+        return at_once
+
+    def ask_keys(self, request: Request, tier: TierState, keys: Sequence[OffloadKey]) -> None:
+        """Probe keys of the per-key door; their answers go to `request.key_answers`."""
+        for at in range(0, len(keys), tier.port.capabilities.max_batch):
+            part = keys[at : at + tier.port.capabilities.max_batch]
+            answers = self._submit(request, tier, -1, None, part)
+            for i, key in enumerate(part):
+                request.key_answers[(tier.index, key)] = ASKED if answers is None else int(answers[i])
+
+    def _submit(
+        self, request: Request, tier: TierState, group: int, index: I64 | None, keys: Sequence[OffloadKey]
+    ) -> I8 | None:
+        """Hand one probe to a tier: its answers if they came at once, None while they are outstanding."""
+        core = self._core
+        ticket = tier.port.probe(keys)
+        tier.counters.probed += len(keys)
+        tier.reads.asked()
+        if not isinstance(ticket, int):
+            tier.reads.success()
+            return ticket if len(ticket) == len(keys) else np.zeros(len(keys), np.int8)
+        request.probes_out += 1
+        places = {key: i for i, key in enumerate(keys)}
+        self.probes[(tier.index, ticket)] = Probe(tier.index, request, request.episode, group, index, places, core.now)
+        return None
+
+    def answered(self, tier: TierState, done: ProbeDone) -> Request | None:
+        """Apply a probe's answers; returns the request that waited for them, if it still does."""
+        core = self._core
+        probe = self.probes.pop((tier.index, done.ticket), None)
+        if done.error is None:
+            tier.reads.success()
+        else:
+            tier.reads.failure(core.now)
+        if probe is None or probe.request.episode != probe.episode:
+            core.counters.late += 1
+            return None
+        fits = done.error is None and len(done.answers) == (
+            len(probe.keys) if probe.index is None else len(probe.index)
+        )
+        self._settle(probe, np.array(done.answers, np.int8) if fits else None)
+        return probe.request
+
+    def _settle(self, probe: Probe, answers: I8 | None) -> None:
+        """Write the answers of one probe down (None: all absent), newer facts first."""
+        request = probe.request
+        request.probes_out -= 1
+        if answers is None:
+            answers = np.zeros(len(probe.keys) if probe.index is None else len(probe.index), np.int8)
+        for key, presence in probe.newer.items():
+            answers[probe.keys[key]] = presence
+        if probe.index is not None:
+            self._kept(request, self._core.tiers[probe.tier], probe.group)[probe.index] = answers
+            return
+        for key, i in probe.keys.items():
+            request.key_answers[(probe.tier, key)] = int(answers[i])
+
+    def facts(self, tier: int, keys: Sequence[OffloadKey], presence: Presence) -> None:
+        """Newer facts about keys of a tier than any outstanding probe of them has."""
+        for probe in self.probes.values():
+            if probe.tier == tier:
+                probe.newer.update((key, presence) for key in keys if key in probe.keys)
+
+    def overdue(self) -> list[Probe]:
+        """Probes that passed the bound of probes; they are forgotten."""
+        late = self._core.now - self._core.config.job_idle_s
+        gone = list(takewhile(lambda ticket: self.probes[ticket].started <= late, self.probes))  # oldest first
+        probes = [self.probes.pop(ticket) for ticket in gone]
+        for probe in probes:
+            self._core.tiers[probe.tier].reads.failure(self._core.now, at_once=True)
+            if probe.request.episode == probe.episode:
+                self._settle(probe, None)
+        return [probe for probe in probes if probe.request.episode == probe.episode]
+
+    def deadline(self) -> float | None:
+        """When the oldest outstanding probe becomes overdue, or None."""
+        first = next(iter(self.probes.values()), None)
+        return None if first is None else first.started + self._core.config.job_idle_s
+
+    def forget_unknown(self, request: Request) -> None:
+        """Ask again, at the next resolve, what asynchronous tiers did not know."""
+        for by_group in request.answers.values():
+            for kept in by_group:
+                kept[kept == Presence.UNKNOWN] = NOT_ASKED
+        for place, answer in request.key_answers.items():
+            if answer == Presence.UNKNOWN:
+                request.key_answers[place] = NOT_ASKED
+
+    def void(self, request: Request) -> None:
+        """Answers and outstanding probes of the request count no more."""
+        request.episode += 1
+        request.probes_out = 0
+        request.answers.clear()
+        request.key_answers.clear()

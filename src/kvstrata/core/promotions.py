@@ -1,0 +1,375 @@
+"""Promotions: reserved slots that wait for their turn, are being read, land or fail; who waits for them; pacing.
+
+A reserved slot's `job` column says where it stands: minus the id of the batch that queues it, or the id of the job
+that reads it. Its waiters, in order, are kept here; they hold the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvstrata.core.ledger import Job
+from kvstrata.core.messages import CancelJob, EventKind, SubmitLoad
+from kvstrata.core.requests import Request
+from kvstrata.core.slots import RESERVED
+from kvstrata.core.state import PRIMARY, Batch, CoreState, TierState
+from kvstrata.core.statistics import PromotionTag
+from kvstrata.types import I32, FailCause, JobKind, TierJob
+
+
+def slot_array(slots: Iterable[int]) -> I32:
+    """Slot numbers as the array that residency works on."""
+    return np.array(list(slots), np.int32)
+
+
+class Promotions:
+    """Everything between the reservation of a slot for a promotion and its landing or failure."""
+
+    def __init__(self, core: CoreState) -> None:
+        self._core = core
+        self._batches = 0
+        self._queued: dict[int, tuple[TierState, Batch]] = {}
+        """Batches that still stand in a tier's queue, by id."""
+        self._unsent: dict[tuple[int, Request], Batch] = {}
+        """Batches of the per-key door that are still being collected in this step."""
+        self.waiters: dict[int, tuple[Request, ...]] = {}
+        """Requests that wait for a reserved slot, oldest first. Slots of stores have waiters too.
+
+        The slots of one request share one tuple: no object per chunk.
+        """
+
+    # -- who waits
+
+    def join(self, request: Request, slots: Iterable[int]) -> None:
+        """`request` waits for these reserved slots; it holds them already."""
+        for slot in slots:
+            self.waiters[slot] = (*self.waiters.get(slot, ()), request)
+
+    def start(self, request: Request, tier: int, slots: I32) -> None:
+        """Queue freshly reserved slots, in token order, to be read from `tier` for `request`."""
+        self._core.account.started(slots)
+        numbers = slots.tolist()
+        self._core.tiers[tier].queue.append(self._batch(request, self._core.tiers[tier], numbers))
+        self.waiters.update(dict.fromkeys(numbers, (request,)))
+
+    def _batch(self, request: Request, tier: TierState, slots: Sequence[int]) -> Batch:
+        self._batches += 1
+        batch = Batch(self._batches, request, list(slots))
+        self._queued[batch.batch_id] = (tier, batch)
+        self._core.pump = True
+        self._core.residency.job[list(slots)] = -self._batches
+        return batch
+
+    def collect(self, request: Request, tier: TierState, slot: int) -> None:
+        """The same for one slot of the per-key door; `send` hands the step's batches over, one per (tier, request)."""
+        self._core.account.started(slot_array([slot]))
+        self._gather(request, tier, slot)
+        self.join(request, [slot])
+
+    def _gather(self, request: Request, tier: TierState, slot: int) -> None:
+        batch = self._unsent.get((tier.index, request))
+        if batch is None:
+            self._unsent[(tier.index, request)] = self._batch(request, tier, [slot])
+        else:
+            batch.slots.append(slot)
+            self._core.residency.job[slot] = -batch.batch_id
+
+    def send(self) -> None:
+        """The step is over: what was collected takes its place in the queues."""
+        for (tier, _), batch in self._unsent.items():
+            self._core.tiers[tier].queue.append(batch)
+        self._unsent.clear()
+
+    def leave(self, request: Request, slots: I32, tag: PromotionTag) -> None:
+        """`request` lets go of slots it holds, for the reason `tag`. What nobody waits for any more is given up.
+
+        A queued promotion passes to the oldest remaining waiter whose options admit its tier. One that is being read
+        goes on and lands evictable, unless the request was aborted or reset: then its slot is quarantined.
+        """
+        residency = self._core.residency
+        residency.unhold(slots)
+        self._core.account.released(slots, tag)
+        self._core.room = True
+        reserved = slots[residency.state[slots] == RESERVED]
+        orphans: list[int] = []
+        for slot in reserved.tolist():
+            waiting = self.waiters.get(slot)
+            if waiting is None:
+                continue
+            others = tuple(other for other in waiting if other is not request)
+            if others:
+                self.waiters[slot] = others
+            else:
+                del self.waiters[slot]
+                orphans.append(slot)
+        self._pass_on(request, [s for s in reserved.tolist() if s in self.waiters])
+        self._give_up(orphans, tag)
+        self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """What was given up of this step's batches may be reserved again: further slots go into new batches."""
+        for tier in self._core.tiers if self._unsent else ():
+            batch = self._unsent.pop((tier.index, request), None)
+            if batch is not None:
+                tier.queue.append(batch)
+
+    def _pass_on(self, owner: Request, slots: Sequence[int]) -> None:
+        """Slots of `owner` that others still wait for get an heir that may read their tier."""
+        heirs: dict[tuple[int, Request], list[int]] = {}
+        for slot in slots:
+            tier, batch = self._source(slot)
+            if tier is None:
+                continue
+            heir = next((r for r in self.waiters[slot] if r.admits(tier.port)), None)
+            if heir is None:
+                self._refuse(slot)
+            elif batch is not None and batch is self._unsent.get((tier.index, owner)):
+                self._gather(heir, tier, slot)
+            elif batch is not None and batch.request is owner:
+                heirs.setdefault((tier.index, heir), []).append(slot)
+        for (tier_index, heir), inherited in heirs.items():
+            tier = self._core.tiers[tier_index]
+            tier.queue.append(self._batch(heir, tier, inherited))
+
+    def _source(self, slot: int) -> tuple[TierState | None, Batch | None]:
+        """The tier that a reserved slot is read from, None for a store; and the batch, if it is still queued."""
+        at = int(self._core.residency.job[slot])
+        if at < 0:
+            return self._queued[-at]
+        job = self._core.ledger.get(at)
+        return (self._core.tiers[job.tier] if job is not None and job.kind is JobKind.PROMOTE else None), None
+
+    def _pop(self, tier: TierState) -> Batch:
+        batch = tier.queue.popleft()
+        del self._queued[batch.batch_id]
+        return batch
+
+    def _refuse(self, slot: int) -> None:
+        """No remaining waiter may read the slot's tier: it fails for them."""
+        slots = slot_array([slot])
+        self._core.residency.tag[slots] = PromotionTag.CANCELLED
+        self.fail_waiters(slots)
+        self._give_up([slot], PromotionTag.CANCELLED)
+
+    def _give_up(self, slots: Sequence[int], tag: PromotionTag) -> None:
+        """Reserved slots without a waiter: free the queued ones, cancel those being read where the reason asks it."""
+        orphans = slot_array(slots)
+        at = self._core.residency.job[orphans]
+        if (queued := orphans[at < 0]).size:
+            self._core.account.dropped(queued)
+            self._release(queued)
+        if tag is PromotionTag.CANCELLED:
+            for job_id in np.unique(at[at > 0]).tolist():
+                job = self._core.ledger.get(job_id)
+                if job is not None and job.kind is JobKind.PROMOTE:
+                    self._cancel(job, orphans[at == job_id])
+
+    def _release(self, queued: I32) -> None:
+        """Slots that no tier was told about go back, and leave their batch."""
+        self._core.residency.job[queued] = 0
+        self._core.residency.release(queued)
+
+    def _cancel(self, job: Job, slots: I32) -> None:
+        """Nobody wants what is being read into these slots: quarantine them until the job has ended."""
+        self._core.account.dropped(slots)
+        self._quarantine(job, slots)
+        if not job.cancelled and set(job.slots[sorted(job.open)].tolist()) <= set(job.quarantined):
+            job.cancelled = True
+            self._core.commands.append(CancelJob(job.tier, job.job_id))
+
+    def _quarantine(self, job: Job, slots: I32) -> None:
+        self._core.residency.quarantine(slots)
+        job.quarantined.extend(slots.tolist())
+
+    # -- handing over
+
+    def pump(self) -> None:
+        """Hand over what pacing admits, in order of grants and, within one, in token order."""
+        for tier in self._core.tiers:
+            while tier.queue and self._hand_over(tier):
+                pass
+
+    def _hand_over(self, tier: TierState) -> bool:
+        """One job from the head of the tier's queue; False if nothing can be handed over now."""
+        batch = tier.queue[0]
+        queued = self._live(batch)
+        if not queued:
+            self._pop(tier)
+            return True
+        if not self._core.readable(tier):
+            return False
+        slots = self._admit(tier, queued)
+        if not slots:
+            return False
+        batch.at = batch.slots.index(slots[-1], batch.at) + 1
+        core = self._core
+        array = slot_array(slots)
+        keys = core.residency.keys_of(array)
+        job = core.ledger.accept(
+            JobKind.PROMOTE, core.generation, array, keys, batch.request.request_id, core.now, tier=tier.index
+        )
+        core.residency.job[array] = job.job_id
+        tier.inflight += core.byte_size(array)
+        tier.loads_out += 1
+        tier.reads.asked()
+        tier.counters.promoted += len(slots)
+        tier.counters.promoted_bytes += core.byte_size(array)
+        offsets, lengths = core.ranges_of(array)
+        core.commands.append(SubmitLoad(tier.index, TierJob(job.job_id, keys, offsets.tolist(), lengths.tolist())))
+        return True
+
+    def _live(self, batch: Batch) -> list[int]:
+        """What is still queued of a batch: not given up, not inherited by another batch."""
+        rest = batch.slots[batch.at :]
+        mine = self._core.residency.job[rest] == -batch.batch_id if rest else ()
+        return [slot for slot, still in zip(rest, mine, strict=True) if still]
+
+    def _admit(self, tier: TierState, queued: list[int]) -> list[int]:
+        """The leading part of `queued` that fits under the in-flight share of one tier; at least one chunk when idle.
+
+        A small remainder waits until a quarter of the share is free, so that paced reads stay large.
+        """
+        if tier.reads.is_trial or tier.overdue_jobs:
+            return queued[:1]
+        limit = self._core.inflight_limit
+        queued = queued[: tier.port.capabilities.max_batch]
+        ends = np.cumsum(self._core.residency.length[queued])
+        fit = int(np.searchsorted(ends, limit - tier.inflight, side="right"))
+        if tier.inflight and fit < len(queued) and (fit == 0 or ends[fit - 1] < limit // 4):
+            return []
+        return queued[: max(fit, 0 if tier.inflight else 1)]
+
+    def queued_slots(self) -> list[int]:
+        """All slots that wait for their turn."""
+        return [slot for _, batch in self._queued.values() for slot in self._live(batch)]
+
+    # -- outcomes
+
+    def landed(self, job: Job, index: Sequence[int]) -> None:
+        """The bytes of these keys of a promotion are in primary and verified."""
+        residency, tier = self._core.residency, self._core.tiers[job.tier]
+        slots = job.slots[list(index)]
+        tier.inflight -= self._core.byte_size(slots)
+        tier.reads.success()
+        wanted = slots[(residency.job[slots] == job.job_id) & (residency.state[slots] == RESERVED)]
+        self._core.counters.late += len(slots) - len(wanted)
+        if len(wanted):
+            tier.counters.landed += len(wanted)
+            self.publish(wanted)
+
+    def publish(self, slots: I32, anchor: int = -1) -> None:
+        """Reserved slots, in chain order, become readable; their waiters are told."""
+        residency = self._core.residency
+        residency.job[slots] = 0
+        residency.publish(slots, anchor)
+        self._core.room = True
+        if self._core.events_on:
+            self._core.emit(EventKind.STORED, PRIMARY, residency.keys_of(slots))
+        for slot in slots.tolist():
+            for request in self.waiters.pop(slot, ()):
+                self._one_landed(request)
+
+    def _one_landed(self, request: Request) -> None:
+        now = self._core.now
+        request.pending -= 1
+        if request.clock is not None:
+            request.clock.progress(now)
+        if request.pending == 0:
+            self._core.dirty[request] = None
+
+    def failed(self, job: Job, failures: Sequence[tuple[int, FailCause]]) -> None:
+        """These keys of a promotion did not come. Their slots are returned when the job has ended."""
+        core, tier = self._core, self._core.tiers[job.tier]
+        slots = job.slots[[i for i, _ in failures]]
+        tier.inflight -= core.byte_size(slots)
+        for _, cause in failures:
+            tier.counters.failed[cause] = tier.counters.failed.get(cause, 0) + 1
+        if job.generation == core.generation:
+            self._blame(job, failures)
+        live = slots[(core.residency.job[slots] == job.job_id) & (core.residency.state[slots] == RESERVED)]
+        if len(live):
+            core.account.failed(live)
+            self.fail_waiters(live)
+            self._quarantine(job, live)
+
+    def _blame(self, job: Job, failures: Sequence[tuple[int, FailCause]]) -> None:
+        """Note verdicts on the keys; one report is one success or failure of the tier."""
+        core, tier = self._core, self._core.tiers[job.tier]
+        for i, cause in failures:
+            core.verdicts.failed(tier.index, job.keys[i], cause, shared=tier.port.capabilities.shared, now=core.now)
+        if any(cause.is_passing for _, cause in failures):
+            tier.reads.failure(core.now)
+        elif any(cause is not FailCause.CANCELLED for _, cause in failures):
+            tier.reads.success()
+
+    def fail_waiters(self, slots: I32) -> None:
+        """The chunks of these reserved slots will not come: they are absent for everybody who waits for them."""
+        residency = self._core.residency
+        for slot in slots.tolist():
+            key = residency.key_of(slot)
+            for request in self.waiters.pop(slot, ()):
+                residency.unhold(slot_array([slot]))
+                request.forget(slot)
+                request.pending -= 1
+                request.round_failed = True
+                if key is not None:
+                    request.failed.add(key)
+                self._core.dirty[request] = None
+        self._core.room = True
+
+    def ended(self, job: Job) -> None:
+        """The tier touches the job's slots no more: return what was quarantined under it."""
+        tier = self._core.tiers[job.tier]
+        tier.loads_out -= 1
+        if job.overdue:
+            tier.overdue_jobs -= 1
+            tier.overdue -= self._core.byte_size(slot_array(job.quarantined))
+        tier.reads.released()
+        self._core.residency.requite(slot_array(job.quarantined))
+        self._core.room = True
+
+    def overdue(self, job: Job) -> None:
+        """A bound of the job has passed: let its requests go, keep its slots out of use until it has ended."""
+        tier = self._core.tiers[job.tier]
+        failures = [(i, FailCause.TIMEOUT) for i in sorted(job.open)]
+        job.open.clear()
+        self.failed(job, failures)
+        tier.overdue_jobs += 1
+        tier.overdue += self._core.byte_size(slot_array(job.quarantined))
+        tier.counters.overdue_jobs += 1
+        tier.reads.failure(self._core.now, at_once=True)
+
+    def fail_queue(self, tier: TierState) -> None:
+        """The tier is not asked any more (its breaker opened): what is queued for it fails now, not later."""
+        while tier.queue:
+            queued = slot_array(self._live(self._pop(tier)))
+            if len(queued):
+                self._core.account.failed(queued)
+                self.fail_waiters(queued)
+                self._release(queued)
+
+    def drop_all(self) -> None:
+        """A new generation: nothing is queued, nobody waits; what is being read is quarantined and cancelled."""
+        core = self._core
+        self.send()
+        for tier in core.tiers:
+            while tier.queue:
+                queued = slot_array(self._live(self._pop(tier)))
+                core.residency.tag[queued] = PromotionTag.CANCELLED
+                core.account.dropped(queued)
+                self._release(queued)
+        self.waiters.clear()
+        for job in list(core.ledger):
+            if job.kind is JobKind.PROMOTE:
+                live = slot_array(
+                    s for s in job.slots.tolist()
+                    if core.residency.job[s] == job.job_id and core.residency.state[s] == RESERVED
+                )  # fmt: skip
+                core.residency.tag[live] = PromotionTag.CANCELLED
+                core.account.dropped(live)
+                self._quarantine(job, live)
+                if not job.cancelled:
+                    job.cancelled = True
+                    core.commands.append(CancelJob(job.tier, job.job_id))

@@ -1,0 +1,234 @@
+"""Requests: their states, the legal moves between them, and the record that the core keeps of each."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstrata.core.clocks import WaitClock
+from kvstrata.core.messages import AnswerCause, RequestContext, RequestOptions, TierPort
+from kvstrata.errors import InternalError, StateError
+from kvstrata.types import I8, I32, LookupResult, OffloadKey
+
+
+class RequestState(enum.Enum):
+    """Where a request stands in the two-phase door."""
+
+    NEW = "new"  # not asked yet, or silent, preempted or reset: its next poll resolves
+    RESOLVING = "resolving"  # waits for answers of probes
+    QUEUED = "queued"  # has a plan, waits for room
+    FETCHING = "fetching"  # has its grant, waits for chunks to land
+    READY = "ready"  # all that its hit needs is pinned in primary
+    LOADING = "loading"  # a load was handed to the ranks
+    RUNNING = "running"  # the engine computes
+    FINISHED = "finished"
+
+
+S = RequestState
+MOVES: dict[RequestState, frozenset[RequestState]] = {
+    S.NEW: frozenset({S.RESOLVING, S.QUEUED, S.FETCHING, S.READY, S.RUNNING, S.FINISHED}),
+    S.RESOLVING: frozenset({S.NEW, S.QUEUED, S.FETCHING, S.READY, S.RUNNING, S.FINISHED}),
+    S.QUEUED: frozenset({S.NEW, S.RESOLVING, S.FETCHING, S.READY, S.RUNNING, S.FINISHED}),
+    S.FETCHING: frozenset({S.NEW, S.RESOLVING, S.QUEUED, S.READY, S.RUNNING, S.FINISHED}),
+    S.READY: frozenset({S.NEW, S.RESOLVING, S.QUEUED, S.FETCHING, S.LOADING, S.RUNNING, S.FINISHED}),
+    S.LOADING: frozenset({S.NEW, S.RUNNING, S.FINISHED}),
+    S.RUNNING: frozenset({S.NEW, S.FINISHED}),
+    S.FINISHED: frozenset(),
+}
+"""Legal moves; every state may move to NEW (preempted, reset, silent) and to FINISHED (finish or abort)."""
+
+WAITING = frozenset({S.RESOLVING, S.QUEUED, S.FETCHING})
+"""States in which a poll answers "wait"."""
+
+HOLDING = frozenset({S.FETCHING, S.READY})
+"""States in which a request may hold slots: nobody waits for room while holding."""
+
+
+class Door(enum.Enum):
+    """The door that a request uses for its whole life."""
+
+    UNDECIDED = "undecided"
+    TWO_PHASE = "two_phase"
+    PER_KEY = "per_key"
+
+
+_NO_SLOTS: I32 = np.empty(0, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request's record. Pins belong to it (`slots`), never to a key that is derived a second time."""
+
+    request_id: str
+    keys: list[list[OffloadKey]]
+    options: RequestOptions
+    last_poll: float
+    context: RequestContext | None = None
+    """Per-key door: who asked last, and what it may read."""
+    loads: set[int] = field(default_factory=set)
+    """Loads that the ranks have not reported yet."""
+    load_job: int = 0
+    """The one that was handed over last."""
+    state: RequestState = RequestState.NEW
+    door: Door = Door.UNDECIDED
+    order: int = 0
+    """Place by first poll; 0 while it has none."""
+    clock: WaitClock | None = None
+    computed: int = 0
+    total: int = 0
+
+    boundary: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+    sources: list[I8] = field(default_factory=list)
+    """Per group, for the chunks of `ranges`: the tier that has it, or -1 for primary."""
+    slots: list[I32] = field(default_factory=list)
+    """Per group, for the chunks of `ranges`: the slots held; empty while nothing is held."""
+    key_slots: dict[int, None] = field(default_factory=dict)
+    """Slots held through the per-key door."""
+    pending: int = 0
+    """How many of the held slots have not landed yet."""
+    cause: AnswerCause = AnswerCause.WAITING
+
+    failed: set[OffloadKey] = field(default_factory=set)
+    """Keys that are absent for this request because bringing them failed; in primary they count again."""
+    unloadable: set[OffloadKey] = field(default_factory=set)
+    """Keys whose load failed: absent for this request wherever they are."""
+    round_failed: bool = False
+    rounds: int = 0
+    byte_limit: int | None = None
+    primary_only: bool = False
+    answers: dict[int, list[I8]] = field(default_factory=dict)
+    """Per asynchronous tier and group: what its probes said; -1 not asked, -2 asked."""
+    key_answers: dict[tuple[int, OffloadKey], int] = field(default_factory=dict)
+    """The same for the per-key door, by tier and key."""
+    asked: dict[int, list[int]] = field(default_factory=dict)
+    """Per tier and group: how many leading keys were counted as probed."""
+    probes_out: int = 0
+    retry_at: float | None = None
+    retry_s: float = 0.0
+    episode: int = 0
+    """Counts resolves that void outstanding probes."""
+    timer: int = 0
+    """Version of the timer entry that is valid."""
+    step: int = -1
+    """Per-key door: the step in which it asked last."""
+    fetch_step: int = -1
+    """Per-key door: the step of its first promotions, which stand for the first plan."""
+    blocked: LookupResult | None = None
+    """Per-key door: the answer of this step to keys that are not in primary, once room was missing."""
+    retrying: bool = False
+    """Per-key door: a key of this step is not known yet."""
+    delays: dict[tuple[int, OffloadKey], float] = field(default_factory=dict)
+    """Per-key door: since when a key has not been known, by tier."""
+    anchors: dict[int, OffloadKey] = field(default_factory=dict)
+    """Per group: key of the last chunk stored for this request."""
+
+    def move(self, state: RequestState) -> None:
+        """Change state; an illegal move is a bug."""
+        if state not in MOVES[self.state] and state is not self.state:
+            raise InternalError(f"request {self.request_id}: {self.state.value} -> {state.value} is not a legal move")
+        self.state = state
+
+    def enter(self, door: Door) -> None:
+        """Bind the request to a door; the other one is then an error by name."""
+        if self.door is Door.UNDECIDED:
+            self.door = door
+        elif self.door is not door:
+            raise StateError(
+                f"request {self.request_id}: uses the {self.door.value} door and may not use the {door.value} door"
+            )
+
+    def admits(self, tier: TierPort) -> bool:
+        """Whether this tier may be read for the request."""
+        asked = self.context
+        return self.options.load_tiers.accepts(tier) and (
+            asked is None or (tier.name not in asked.exclude_tiers and asked.load_tiers.accepts(tier))
+        )
+
+    @property
+    def held(self) -> I32:
+        """All slots that this request holds."""
+        if self.door is Door.PER_KEY:
+            return np.array(list(self.key_slots), np.int32)
+        return np.concatenate(self.slots) if self.slots else _NO_SLOTS
+
+    def forget(self, slot: int) -> None:
+        """The slot is not held any more."""
+        self.key_slots.pop(slot, None)
+        self.slots = [held[held != slot] for held in self.slots]
+
+    @property
+    def hit(self) -> int:
+        """External tokens of the current plan."""
+        return self.boundary - self.computed
+
+
+class RequestTable:
+    """All records by id, at most `most`; the longest silent one is to go first."""
+
+    __slots__ = ("_by_id", "_most", "_orders", "_silent")
+
+    def __init__(self, most: int) -> None:
+        self._by_id: dict[str, Request] = {}
+        self._most = most
+        self._orders = 0
+        self._silent: list[tuple[float, int, Request]] = []
+        """Heap of (last contact when filed, a number, record); it may be out of date, towards earlier contacts."""
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, request_id: str) -> Request | None:
+        """The record, or None."""
+        return self._by_id.get(request_id)
+
+    def require(self, request_id: str) -> Request:
+        """The record; a missing one is the caller's error."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            raise StateError(f"request {request_id}: unknown")
+        return request
+
+    def add(self, request: Request) -> None:
+        """Enter a new record."""
+        if request.request_id in self._by_id:
+            raise StateError(f"request {request.request_id}: added twice")
+        self._by_id[request.request_id] = request
+        if len(self._silent) > 2 * len(self._by_id) + 64:
+            self._silent = [entry for entry in self._silent if self._by_id.get(entry[2].request_id) is entry[2]]
+            heapq.heapify(self._silent)
+        self._file(request)
+
+    def _file(self, request: Request) -> None:
+        heapq.heappush(self._silent, (request.last_poll, self.next_order(), request))
+
+    def remove(self, request: Request) -> None:
+        """Strike out a record."""
+        self._by_id.pop(request.request_id, None)
+
+    def values(self) -> list[Request]:
+        """All records."""
+        return list(self._by_id.values())
+
+    def next_order(self) -> int:
+        """The next place in the queue by first poll."""
+        self._orders += 1
+        return self._orders
+
+    def surplus(self) -> Request | None:
+        """The longest silent record if there are more than allowed, else None.
+
+        Contact does not reorder the heap (a poll stays O(1) and touches nothing else); a record that was in contact
+        since it was filed is filed anew when it comes to the front.
+        """
+        while len(self._by_id) > self._most:
+            filed, _, request = self._silent[0]
+            if filed == request.last_poll and self._by_id.get(request.request_id) is request:
+                return request
+            heapq.heappop(self._silent)
+            if self._by_id.get(request.request_id) is request:
+                self._file(request)
+        return None

@@ -1,0 +1,104 @@
+"""Stores: accelerator -> primary. Only keys that are not present; published per job when all ranks have reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvstrata.core.cascades import Cascades
+from kvstrata.core.ledger import Job
+from kvstrata.core.messages import StorePlan
+from kvstrata.core.promotions import Promotions
+from kvstrata.core.requests import Request
+from kvstrata.core.state import CoreState
+from kvstrata.types import I32, JobKind, OffloadKey, key_group
+
+
+class Stores:
+    """Jobs from the accelerator to primary."""
+
+    def __init__(self, core: CoreState, promotions: Promotions, cascades: Cascades) -> None:
+        self._core = core
+        self._promotions = promotions
+        self._cascades = cascades
+
+    def plan(self, request: Request, chunks: Sequence[tuple[int, int]]) -> StorePlan | None:
+        """Slots for those of `chunks` (group, chunk index; chain order) that are not present, as many as fit.
+
+        What does not fit is left out from the end, so that a chain keeps its head. None: nothing to store.
+        """
+        core = self._core
+        if not request.options.may_store or not chunks:
+            return None
+        chunks = list(dict.fromkeys(chunks))
+        keys = [request.keys[g][i] for g, i in chunks]
+        absent = np.flatnonzero(core.residency.find(keys) < 0).tolist()
+        chunks, keys = [chunks[i] for i in absent], [keys[i] for i in absent]
+        slots = self._reserve(keys, [g for g, _ in chunks]) if keys else None
+        if slots is None:
+            core.counters.store_no_room += len(keys)
+            return None
+        core.counters.store_no_room += len(keys) - len(slots)
+        chunks, keys = chunks[: len(slots)], keys[: len(slots)]
+        job = core.ledger.accept(
+            JobKind.STORE, core.generation, slots, keys, request.request_id, core.now, reports=core.ranks
+        )
+        job.store_tiers = request.options.store_tiers
+        core.residency.job[slots] = job.job_id
+        offsets, lengths = core.ranges_of(slots)
+        return StorePlan(job.job_id, request.request_id, chunks, slots, offsets, lengths, keys)
+
+    def _reserve(self, keys: Sequence[OffloadKey], groups: Sequence[int]) -> I32 | None:
+        """The longest leading part that can be placed; None if not even one chunk can."""
+        residency = self._core.residency
+        whole = residency.reserve(keys, groups)
+        if whole is not None:
+            return whole[0]
+        fits, too_many = 0, len(keys)
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if residency.can_place(groups[:middle]):
+                fits = middle
+            else:
+                too_many = middle
+        part = residency.reserve(keys[:fits], groups[:fits]) if fits else None
+        return None if part is None else part[0]
+
+    def complete(self, job: Job, ok: bool, digests: Mapping[OffloadKey, bytes] | None) -> None:
+        """One rank's report; when all have reported, the job's chunks are published, or given up."""
+        core = self._core
+        job.ok &= ok
+        job.reports_left -= 1
+        if job.reports_left > 0:
+            return
+        core.ledger.end(job)
+        core.room = True
+        if job.quarantined:
+            core.residency.requite(np.array(job.quarantined, np.int32))
+            core.counters.late += len(job.slots)
+        elif job.ok:
+            self._publish(job, digests or {})
+        else:
+            self._promotions.fail_waiters(job.slots)
+            core.residency.job[job.slots] = 0
+            core.residency.release(job.slots)
+
+    def _publish(self, job: Job, digests: Mapping[OffloadKey, bytes]) -> None:
+        core = self._core
+        core.counters.stored += len(job.slots)
+        core.counters.stored_bytes += core.byte_size(job.slots)
+        request = core.requests.get(job.request_id)
+        groups = np.array([key_group(key) for key in job.keys], np.int32)
+        for group in np.unique(groups).tolist():
+            chain = job.slots[groups == group]
+            anchor = -1 if request is None else self._anchor(request, group)
+            self._promotions.publish(chain, anchor)
+            if request is not None:
+                request.anchors[group] = core.residency.key_of(int(chain[-1])) or b""
+        self._cascades.offer(job.keys, digests, job.store_tiers)
+
+    def _anchor(self, request: Request, group: int) -> int:
+        """The slot of the last chunk stored for this request, if it is still there: the chain goes on behind it."""
+        last = request.anchors.get(group)
+        return self._core.residency.slot_of(last) if last else -1
