@@ -39,6 +39,10 @@ class Executor(Protocol):
         """Queue `task`; never blocks. A task must not raise."""
         ...
 
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until nothing is queued or running; False after `timeout` seconds. Tests run the queue here."""
+        ...
+
     def close(self, timeout: float) -> bool:
         """Finish what is queued; False if it was abandoned after `timeout` seconds. Idempotent."""
         ...
@@ -74,6 +78,8 @@ class TierContext:
     executor: Executor
     wake: Wake = field(default=no_wake)
     """To be called, from any thread, after an event became available to `poll`."""
+    region_fd: int | None = None
+    """A descriptor of the file behind `region`, from its first byte on, if another process can map it."""
 
 
 @runtime_checkable

@@ -1,0 +1,132 @@
+"""The fs tier's answers about what it holds, and its reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstrata.tiers.fs.core import Core
+from kvstrata.tiers.fs.place import Failure, Victim
+from kvstrata.tiers.fs.tasks import LoadItem, LoadTask, Waiter
+from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, TierJob, TierUsage
+
+TASK_KEYS = 32
+TASK_BYTES = 1 << 20
+"""A job is cut into tasks of at most so many keys and about so many bytes, which run beside each other."""
+
+
+class Loads(Core):
+    """Presence, recency, usage, and reading."""
+
+    def probe(self, keys: Sequence[OffloadKey]) -> I8:
+        """Presence of each key, at once, from the index. UNKNOWN: being written, or not reached by the scan yet."""
+        index = self._index
+        answers = np.fromiter(map(index.entries.__contains__, keys), dtype=np.int8, count=len(keys))
+        answers <<= 1  # Presence.PRESENT is 2
+        if index.fresh or self._pending or self._scan is not None:
+            for position, key in enumerate(keys):
+                if not answers[position]:
+                    answers[position] = self._presence(key)
+        return answers
+
+    def _presence(self, key: OffloadKey) -> Presence:
+        if key in self._index.fresh:
+            return Presence.PRESENT
+        if key in self._pending:
+            return Presence.UNKNOWN
+        if self._scan is not None and len(key) == KEY_BYTES and self._scan.may_hold(key):
+            return Presence.UNKNOWN
+        return Presence.ABSENT
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Mark as recently used; of one chain the head becomes the warmest. Written down later, in batches."""
+        self._index.touch(keys)
+        entries, touched = self._index.entries, self._touched
+        for key in reversed(keys):
+            if key in entries:
+                touched.pop(key, None)
+                touched[key] = None
+
+    def usage(self) -> TierUsage:
+        """What is held at this instant; `bytes_reserved` are files being written or removed."""
+        index = self._index
+        return TierUsage(
+            bytes_held=index.held,
+            bytes_reserved=index.reserved,
+            bytes_limit=self._limit,
+            keys=len(index),
+            bytes_peak=index.peak,
+            evicted=index.evicted,
+        )
+
+    def submit_load(self, job: TierJob) -> None:
+        """Read each file straight into its range of primary and verify it there."""
+        context, place = self._context, self._place
+        if context is None or place is None:
+            self._jobs.refuse(job.job_id)
+            self._wake()
+            return
+        record = self._jobs.add(job.job_id, len(job.keys))
+        items: list[LoadItem] = []
+        for index, (key, offset, length) in enumerate(zip(job.keys, job.offsets, job.lengths, strict=True)):
+            entry = self._index.get(key)
+            if (entry is None and self._presence(key) is not Presence.UNKNOWN) or len(key) != KEY_BYTES:
+                self._jobs.settle(job.job_id, index, FailCause.GONE)
+                continue
+            target = self._range(job.job_id, offset, length)
+            generation = None if entry is None else entry.generation
+            items.append(LoadItem(key, target, Waiter(job.job_id, index), generation, record))
+        self.touch(job.keys)
+        for part in _parts(items):
+            self._submit(LoadTask(place, part))
+        self._publish()
+
+    def _range(self, job_id: int, offset: int, length: int) -> memoryview:
+        """The part of primary (or of the self-test's own buffer) that a job may touch."""
+        own = self._buffers.get(job_id)
+        region = self._context.region if own is None and self._context is not None else own
+        return memoryview(b"") if region is None else region[offset : offset + length]
+
+    def _on_loaded(self, task: LoadTask) -> None:
+        bad: list[tuple[LoadItem, Failure]] = []
+        for item in task.items:
+            failure = item.failure
+            if item.skipped:
+                cause: FailCause | None = FailCause.CANCELLED if task.crash is None else FailCause.IO_ERROR
+            else:
+                cause = failure.cause if failure is not None else None
+            self._jobs.settle(item.waiter.job_id, item.waiter.index, cause)
+            if failure is not None and (failure.cause is FailCause.GONE or failure.cause.is_content):
+                bad.append((item, failure))
+        if task.place is self._place:
+            self._drop_bad(bad)
+
+    def _drop_bad(self, bad: list[tuple[LoadItem, Failure]]) -> None:
+        """Forget what is not there, remove what is bad; only the version that was read, in both cases."""
+        gone: list[OffloadKey] = []
+        victims: list[Victim] = []
+        for item, failure in bad:
+            entry = self._index.get(item.key)
+            if entry is None or entry.generation != item.generation:
+                continue
+            gone.append(item.key)
+            if failure.cause is FailCause.GONE or failure.inode is None:
+                self._forget(item.key)
+            else:
+                victims += self._condemn([item.key], failure.inode)
+        self._jobs.removed(gone)
+        self._unlink(victims)
+
+
+def _parts(items: list[LoadItem]) -> list[list[LoadItem]]:
+    """Items cut into parts of at most TASK_KEYS items and about TASK_BYTES bytes."""
+    parts: list[list[LoadItem]] = []
+    total = 0
+    for item in items:
+        if not parts or len(parts[-1]) == TASK_KEYS or total >= TASK_BYTES:
+            parts.append([])
+            total = 0
+        parts[-1].append(item)
+        total += len(item.target)
+    return parts

@@ -1,0 +1,37 @@
+"""Tiers by name. Naming a tier imports nothing of it; making one imports its module."""
+
+from __future__ import annotations
+
+import importlib
+
+from kvstrata.errors import ConfigError
+from kvstrata.tiers.base import Tier
+
+TIERS: dict[str, str] = {
+    "memory": "kvstrata.tiers.memory:MemoryTier",
+    "fs": "kvstrata.tiers.fs:FsTier",
+    "disk": "kvstrata.tiers.disk:DiskTier",
+}
+"""Name of each built-in tier, and where its class is."""
+
+
+def make_tier(name: str, /, **settings: object) -> Tier:
+    """A tier that is not open yet. `name`: a built-in one, or "package.module:Class" of an outside author.
+
+    Raises `ConfigError` for an unknown name, a module that cannot be imported, or settings that the tier lacks.
+    """
+    where = TIERS.get(name, name)
+    module_name, _, class_name = where.partition(":")
+    if not class_name:
+        raise ConfigError(f"tier {name!r} is not known; there are {', '.join(sorted(TIERS))}, or package.module:Class")
+    try:
+        make = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"tier {name!r} cannot be imported: {error}") from error
+    try:
+        tier = make(**settings)
+    except TypeError as error:
+        raise ConfigError(f"tier {name!r}: {error}") from error
+    if not isinstance(tier, Tier):
+        raise ConfigError(f"tier {name!r}: {where} is not a tier")
+    return tier
