@@ -1,0 +1,339 @@
+"""The driver: carries what tiers report into the core, and what the core decides out to the tiers.
+
+The core is a state machine without thread or clock. The driver gives it both: one lock, so that only one thread at a
+time is inside; the time, with every entry; and, if started, a daemon thread, so that completions, clocks and breakers
+advance also while the engine does not step.
+
+Order of every entry: completions that have arrived are applied, time is set, the caller's work is done, and the
+commands that came of it are handed to the tiers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from kvstrata.core.messages import CancelJob, Command, PurgeTier, RemoveKeys, SubmitLoad, SubmitStore, TouchKeys
+from kvstrata.errors import StateError
+from kvstrata.runtime.executor import Signal, Worker, make_lock
+from kvstrata.runtime.guard import GuardedTier
+from kvstrata.tiers.base import Clock
+from kvstrata.types import TierEvent
+
+MIN_WAIT_S = 0.001
+"""Least wait of the driver's thread for a deadline: one that never moves must not keep a core busy."""
+HEARTBEAT_S = 0.25
+"""How often the thread asks a tier that has unfinished work, in case it never calls `wake`."""
+PURGE_RETRY_S = 1.0
+"""Least time between two purges of one tier."""
+MAX_FAULTS = 32
+"""Most faults of the core that are kept with their text; all are counted."""
+
+
+class Drivable(Protocol):
+    """What the driver needs of a manager."""
+
+    def advance(self, now: float) -> None:
+        """Set the core's time and do what is due."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """When `advance` has something to do next, if nothing else happens."""
+        ...
+
+    def take_commands(self) -> list[Command]:
+        """What tiers are to do, in order; each is given out once."""
+        ...
+
+    def on_event(self, tier: int, event: TierEvent) -> None:
+        """Apply one event of a tier."""
+        ...
+
+    def purge_submitted(self, tier: int, ticket: int) -> None:
+        """Learn the ticket whose `Flushed` says that a purge is durable."""
+        ...
+
+
+M = TypeVar("M", bound=Drivable)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DriverStatistics:
+    """What a driver has carried so far."""
+
+    rounds: int
+    events: int
+    commands: int
+    faults: int
+    last_faults: tuple[str, ...] = ()
+
+
+class Driver(Generic[M]):
+    """Runs one manager and its tiers; by hand (`pump`, `settle`) or by its own thread (`start`).
+
+    `tiers` must be those that the manager was made with, in its order. Tiers are opened by the caller, with
+    `Driver.wake` as their wake. `strict` raises what the core raises on a tier's event or on time; otherwise that is
+    recorded, and the next event is applied: a fault of kvstrata must not stop the engine.
+    """
+
+    def __init__(
+        self,
+        manager: M,
+        tiers: Sequence[GuardedTier],
+        clock: Clock,
+        *,
+        name: str = "kvstrata-driver",
+        strict: bool = False,
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self._manager = manager
+        self._clock = clock
+        self._name = name
+        self._strict = strict
+        self._lock = make_lock()
+        self._signal = Signal()
+        self._worker: Worker | None = None
+        self._stopping = False
+        self._now = -math.inf  # the core's time
+        self._sleeps_until = -math.inf  # no thread sleeps: nobody has to be woken for a deadline
+        self._purges: dict[int, float] = {}  # tier -> when its purge may be handed over
+        self._purge_from: dict[int, float] = {}  # tier -> when the next purge may be, after the last one
+        self._rounds = 0
+        self._events = 0
+        self._commands = 0
+        self._faults = 0
+        self._last_faults: deque[str] = deque(maxlen=MAX_FAULTS)
+
+    # the engine's side
+
+    def step(self) -> Step[M]:
+        """The manager, for one scheduler step: what arrived is applied before, what it decided is handed over after.
+
+        Holds the lock throughout; everything that the engine asks in one step belongs into one `with`.
+        """
+        return Step(self)
+
+    def call(self, work: Callable[[M], T]) -> T:
+        """The result of `work(manager)`, as a step of its own."""
+        with self.step() as manager:
+            return work(manager)
+
+    def wake(self) -> None:
+        """Say that a tier has events. From any thread, also from inside a tier's method; never blocks."""
+        self._signal.set()
+
+    # by hand
+
+    def pump(self) -> int:
+        """One round: poll all tiers, apply, set the time, hand over. Returns how many events and commands moved."""
+        with self._lock:
+            return self._arrive() + self._hand_over()
+
+    def settle(self, max_rounds: int = 100_000) -> int:
+        """Pump until nothing moves; returns the rounds that moved something.
+
+        For tiers whose work is done by the time `poll` is called. Raises `StateError` after `max_rounds`.
+        """
+        for done in range(max_rounds):
+            if not self.pump():
+                return done
+        raise StateError(f"the driver did not settle in {max_rounds} rounds")
+
+    # by thread
+
+    @property
+    def running(self) -> bool:
+        """Whether the driver's thread runs."""
+        return self._worker is not None and self._worker.alive
+
+    def start(self) -> None:
+        """Start the thread, if it does not run. Call it after the engine has forked its workers."""
+        if self.running:
+            if self._stopping:
+                raise StateError("the driver's thread was told to stop and has not ended yet")
+            return
+        self._stopping = False
+        self._worker = Worker(self._name, self._run)
+        self._worker.start()
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """End the thread; False if it had not ended after `timeout` seconds. Idempotent."""
+        self._stopping = True
+        self._signal.set()
+        return self._worker is None or self._worker.join(timeout)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Stop the thread, hand over what is decided, close the tiers and apply their last events. Idempotent.
+
+        All tiers together get `timeout` seconds, each at least a tenth of one. False if the thread did not end in
+        time: something hangs inside it and holds the lock, so everything is left as it is to the end of the process.
+        """
+        end = self._clock.monotonic() + timeout
+        if not self.stop(timeout):
+            return False
+        self.pump()
+        for tier in self.tiers:
+            tier.close(max(end - self._clock.monotonic(), 0.1))
+        self.pump()
+        return True
+
+    def __enter__(self) -> Driver[M]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def statistics(self) -> DriverStatistics:
+        """A snapshot of the counters."""
+        with self._lock:
+            return DriverStatistics(self._rounds, self._events, self._commands, self._faults, tuple(self._last_faults))
+
+    # one round, under the lock
+
+    def _arrive(self) -> int:
+        """Apply everything that tiers report, and the time. Returns the number of events."""
+        if self._signal.is_set:
+            self._signal.clear()  # before the polls: what arrives during them raises it again
+        self._rounds += 1
+        arrived = [(index, events) for index, tier in enumerate(self.tiers) if (events := tier.poll())]
+        now = self._clock.monotonic()
+        if arrived:
+            # What has arrived must not find its clock run out, nor restart one at a time long past: it is applied at
+            # the last instant at which nothing was due.
+            deadline = self._manager.next_deadline()
+            self._advance(now if deadline is None else min(now, math.nextafter(deadline, -math.inf)))
+        count = 0
+        for index, events in arrived:
+            for event in events:
+                count += 1
+                self._apply(index, event)
+        self._advance(now)
+        self._events += count
+        return count
+
+    def _advance(self, now: float) -> None:
+        if now < self._now:
+            return
+        self._now = now
+        try:
+            self._manager.advance(now)
+        except Exception as error:
+            self._note("advance", error)
+
+    def _apply(self, index: int, event: TierEvent) -> None:
+        try:
+            self._manager.on_event(index, event)
+        except Exception as error:
+            self._note(type(event).__name__, error)
+
+    def _note(self, what: str, error: Exception) -> None:
+        """Record a fault of the core, or raise it. Called where `error` is handled."""
+        if self._strict:
+            raise error
+        self._faults += 1
+        self._last_faults.append(f"{what}: {type(error).__name__}: {error}")
+
+    def _hand_over(self) -> int:
+        """Give the core's commands to the tiers. Returns their number."""
+        commands = self._manager.take_commands()
+        for command in commands:
+            match command:
+                case SubmitLoad(tier, job):
+                    self.tiers[tier].submit_load(job)
+                case SubmitStore(tier, job):
+                    self.tiers[tier].submit_store(job)
+                case CancelJob(tier, job_id):
+                    self.tiers[tier].cancel(job_id)
+                case RemoveKeys(tier, keys):
+                    self.tiers[tier].remove(keys)
+                case TouchKeys(tier, keys):
+                    self.tiers[tier].touch(keys)
+                case PurgeTier(tier):
+                    self._purges[tier] = self._purge_from.get(tier, -math.inf)
+        self._commands += len(commands)
+        if self._purges:
+            self._purge()
+        return len(commands)
+
+    def _purge(self) -> None:
+        """Hand over the purges that are due: the core asks again for one that failed, but not in a tight circle."""
+        now = self._clock.monotonic()
+        for index, due in list(self._purges.items()):
+            if due <= now:
+                del self._purges[index]
+                self._purge_from[index] = now + PURGE_RETRY_S
+                tier = self.tiers[index]
+                self._manager.purge_submitted(index, tier.purge(tier.namespace))
+
+    # the thread
+
+    def _wake_thread(self) -> None:
+        """Wake the thread if there is now something to do before it would wake by itself."""
+        if self._sleeps_until > -math.inf and self._next_wake(self._clock.monotonic()) < self._sleeps_until:
+            self._signal.set()
+
+    def _next_wake(self, now: float) -> float:
+        """When the thread must look again if nobody wakes it; infinite if never."""
+        deadline = self._manager.next_deadline()
+        wake = min(self._purges.values(), default=math.inf)
+        if deadline is not None:
+            wake = min(wake, deadline)
+        wake = max(wake, now + MIN_WAIT_S)
+        return min(wake, now + HEARTBEAT_S) if any(tier.busy for tier in self.tiers) else wake
+
+    def _run(self) -> None:
+        while not self._stopping:
+            with self._lock:
+                now = self._clock.monotonic()
+                until = self._sleeps_until = self._round(now)
+            self._signal.wait(None if math.isinf(until) else until - self._clock.monotonic())
+        with self._lock:
+            self._sleeps_until = -math.inf
+
+    def _round(self, now: float) -> float:
+        """One round of the thread. Returns when the next one is due; infinite if only a wake brings it."""
+        try:
+            self._arrive()
+            self._hand_over()
+            return self._next_wake(now)
+        except Exception as error:  # the thread must live, or nothing advances any more
+            self._faults += 1
+            self._last_faults.append(f"round: {type(error).__name__}: {error}")
+            return now + HEARTBEAT_S
+
+    # a step, see `Step`
+
+    def _enter(self) -> M:
+        self._lock.__enter__()
+        try:
+            self._arrive()
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            raise
+        return self._manager
+
+    def _leave(self) -> None:
+        try:
+            self._hand_over()
+            self._wake_thread()
+        finally:
+            self._lock.__exit__(None, None, None)
+
+
+class Step(Generic[M]):
+    """One entry into the core, as a context: see `Driver.step`."""
+
+    __slots__ = ("_driver",)
+
+    def __init__(self, driver: Driver[M]) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> M:
+        return self._driver._enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._driver._leave()
