@@ -1,0 +1,61 @@
+"""`kvstrata fsck`: verify every record of a disk tier's directory, report by cause, drop what is bad.
+
+Exit codes: 0 nothing bad (or all of it dropped), 3 something bad is there, 2 the directory cannot be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstrata.tiers.disk.io import SystemFiles
+from kvstrata.tiers.disk.survey import Survey, repair, survey
+
+BAD_FOUND = 3
+
+
+def fsck(
+    directory: Annotated[Path, typer.Argument(help="The directory of a disk tier.")],
+    do_repair: Annotated[bool, typer.Option("--repair", help="Drop what is bad; nobody may be using it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Verify every record in a disk tier's directory."""
+    files = SystemFiles()
+    found = survey(files, str(directory), verify=True)
+    if do_repair:
+        found.repaired = repair(files, str(directory))
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        _print(found, repaired=do_repair)
+    if not do_repair and is_bad(found):
+        raise typer.Exit(BAD_FOUND)
+
+
+def is_bad(found: Survey) -> bool:
+    """Whether anything of the directory cannot be used."""
+    return bool(found.bad or found.rejected or found.leftovers or found.checkpoint not in ("ok", "none"))
+
+
+def _print(found: Survey, *, repaired: bool) -> None:
+    typer.echo(
+        f"{found.path}: {len(found.segments)} segments, {found.records} records held, {found.verified} verified, "
+        f"{found.superseded} superseded"
+    )
+    for cause, count in sorted(found.bad.items()):
+        typer.echo(f"  records, {cause}: {count}")
+    for cause, count in sorted(found.rejected.items()):
+        typer.echo(f"  header blocks, {cause}: {count}")
+    typer.echo(f"  checkpoint: {found.checkpoint}")
+    for name in found.leftovers:
+        typer.echo(f"  left over: {name}")
+    for name in found.foreign_files:
+        typer.echo(f"  not ours, left alone: {name}")
+    if found.in_use:
+        typer.echo("  in use by another process: what it is writing now may be reported as bad")
+    if repaired:
+        typer.echo(f"  dropped: {found.repaired} records")

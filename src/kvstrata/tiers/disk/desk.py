@@ -1,0 +1,218 @@
+"""What the parts of an opened volume share: the index, the space, the workers, and small facts about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.disk.acquire import Acquired
+from kvstrata.tiers.disk.format import KEY_WORDS, Realm
+from kvstrata.tiers.disk.index import Index, keys_of, words_of
+from kvstrata.tiers.disk.io import Files, address_of
+from kvstrata.tiers.disk.jobs import Jobs, Operation
+from kvstrata.tiers.disk.segment import padded_sum
+from kvstrata.tiers.disk.tasks import Done, Task
+from kvstrata.types import I64, KEY_BYTES, FailCause, KeysRemoved, OffloadKey, TierEvent
+
+_FRESH_MOST = 1024
+"""Most records that wait to enter the index."""
+
+
+class Workers(Protocol):
+    """Who runs tasks: threads of this process (`lanes.LocalWorkers`) or another process (`process.ProcessWorkers`)."""
+
+    def push(self, task: Task) -> None:
+        """Queue one task; `start` hands the queued ones over."""
+        ...
+
+    def start(self) -> None:
+        """Hand over what was pushed. Never blocks."""
+        ...
+
+    def forget(self, task_ids: list[int]) -> None:
+        """Do not start these any more; each is still answered."""
+        ...
+
+    def take(self) -> list[Done]:
+        """Answers since the last call. Never blocks."""
+        ...
+
+    def wait(self, timeout: float) -> bool:
+        """Give the workers up to `timeout` seconds; whether there may be an answer."""
+        ...
+
+    def close(self, timeout: float) -> bool:
+        """Take back what has not begun and wait for the rest; False if something still runs."""
+        ...
+
+    def advance(self, now: float) -> None:
+        """Do what is due by time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeSettings:
+    """The settings of a tier that its volume needs."""
+
+    verify: bool
+    min_free: int
+    queue_bytes: int
+    hot_share: float
+    checkpoint_segments: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a payload lies."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class Fresh:
+    """Records of one batch that was written: keys and digests concatenated."""
+
+    packed: bytes
+    digests: bytes
+    segment: int
+    places: list[int]
+    lengths: list[int]
+
+
+class Desk:
+    """Shared state of one opened directory. Lives on the caller's thread."""
+
+    def __init__(
+        self,
+        files: Files,
+        acquired: Acquired,
+        workers: Workers,
+        context: TierContext,
+        settings: VolumeSettings,
+        events: list[TierEvent],
+        jobs: Jobs,
+    ) -> None:
+        self.files = files
+        self.acquired = acquired
+        self.workers = workers
+        self.context = context
+        self.settings = settings
+        self.events = events
+        self.jobs = jobs
+        self.space = acquired.space
+        self.indexes = acquired.indexes
+        self.realm = Realm(context.namespace, context.layout_tag)
+        self._index = self.indexes.setdefault(self.realm, Index())
+        self.address = address_of(context.region)
+        self.failures: Counter[FailCause] = Counter()
+        self.evicted = self.moved = self.stored = self.loaded = 0
+        self.peak = self.space.allocated
+        self.detail = ""
+        """What the last failed task said."""
+        self.look_needed = False
+        """Something failed so that the directory itself should be looked at."""
+        self.leaving = False
+        """The directory is being left: nothing new is begun."""
+        self.ops: dict[int, Operation] = {}
+        self._next_task = 1
+        self._tick = acquired.stamp + 1
+        self._fresh: list[Fresh] = []
+        self._fresh_count = 0
+
+    def new_task(self, op: Operation) -> int:
+        """The id of a task whose answer goes to `op`."""
+        task_id = self._next_task
+        self._next_task += 1
+        self.ops[task_id] = op
+        return task_id
+
+    def next_tick(self) -> int:
+        """The stamp of a use that happens now."""
+        self._tick = min(self._tick + 1, 0xFFFFFFFF)
+        return self._tick
+
+    def wall_us(self) -> int:
+        """Wall time, microseconds."""
+        return max(int(self.context.clock.wall() * 1e6), 0)
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self.context.clock.monotonic()
+
+    # the index of this realm
+
+    @property
+    def index(self) -> Index:
+        """With everything in it that was written and answered."""
+        if self._fresh:
+            self.insert_added()
+        return self._index
+
+    def new_index(self) -> None:
+        """Begin anew with an empty index."""
+        self.insert_added()
+        self._index = self.indexes[self.realm] = Index()
+
+    @property
+    def count(self) -> int:
+        """Records of this realm."""
+        return self._index.count + self._fresh_count
+
+    def find(self, keys: Sequence[OffloadKey]) -> I64:
+        """Rows of the keys that have the right length; -1 where there is none."""
+        return self.index.find(words_of([key for key in keys if len(key) == KEY_BYTES]))
+
+    def add(self, fresh: Fresh, payload: int) -> None:
+        """Records that were written; `payload`: their bytes, padding included.
+
+        They enter the index when somebody asks it, or when there are many: it is cheaper per key in large batches.
+        """
+        self._fresh.append(fresh)
+        count = len(fresh.places)
+        self._fresh_count += count
+        self.stored += count
+        self.space.held(fresh.segment, count, payload)
+        if self._fresh_count >= _FRESH_MOST:
+            self.insert_added()
+
+    def insert_added(self) -> None:
+        """Enter what was added."""
+        if not self._fresh:
+            return
+        fresh, self._fresh, self._fresh_count = self._fresh, [], 0
+        places: list[int] = []
+        lengths: list[int] = []
+        for each in fresh:
+            places += each.places
+            lengths += each.lengths
+        numbers = np.repeat([each.segment for each in fresh], [len(each.places) for each in fresh])
+        words = np.frombuffer(b"".join([each.packed for each in fresh]), "<u4").reshape(-1, KEY_WORDS)
+        digests = np.frombuffer(b"".join([each.digests for each in fresh]), "<u8").reshape(-1, 2)
+        self._index.insert(words, digests, numbers.astype(np.int32), places, lengths)
+
+    def forget_rows(self, index: Index, rows: I64) -> None:
+        """Drop rows, each named once, and what they count for."""
+        if len(rows):
+            self.uncount(index, rows)
+            index.delete(rows)
+
+    def uncount(self, index: Index, rows: I64) -> None:
+        """Take rows out of the account of their segments."""
+        numbers = index.segment[rows]
+        for number in np.unique(numbers).tolist():
+            mine = rows[numbers == number]
+            self.space.held(number, -len(mine), -padded_sum(index.length[mine]))
+
+    def tell_removed(self, rows: I64) -> list[OffloadKey]:
+        """Report the keys of rows of this realm as removed; returns them."""
+        keys = keys_of(self.index.key[rows]) if len(rows) else []
+        if keys:
+            self.events.append(KeysRemoved(keys))
+        return keys

@@ -1,0 +1,131 @@
+"""What is in progress: jobs, and the operations on disk that they, reclaim, flush and purge have come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvstrata.tiers.disk.format import BatchKind, Realm, Words
+from kvstrata.tiers.disk.index import Index
+from kvstrata.tiers.disk.planning import BatchPlan
+from kvstrata.tiers.disk.segment import Segment
+from kvstrata.types import I64, FailCause, JobEnded, KeysDone, OffloadKey, TierEvent, TierJob
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One accepted job; `left` keys are not yet reported."""
+
+    job: TierJob
+    left: int
+    tasks: set[int] = field(default_factory=set)
+    cancelled: bool = False
+
+
+class Jobs:
+    """The unfinished jobs; turns results into events, and the last result of a job into its end."""
+
+    def __init__(self, events: list[TierEvent]) -> None:
+        self._events = events
+        self.open: dict[int, Job] = {}
+
+    def begin(self, job: TierJob) -> Job:
+        """Accept a job."""
+        entry = Job(job, len(job.keys))
+        self.open[job.job_id] = entry
+        if not entry.left:
+            self._end(entry)
+        return entry
+
+    def report(self, job: Job, done: Sequence[int] = (), failed: Sequence[tuple[int, FailCause]] = ()) -> None:
+        """Some keys of the job worked, or did not."""
+        count = len(done) + len(failed)
+        if not count:
+            return
+        self._events.append(KeysDone(job.job.job_id, done, failed))
+        job.left -= count
+        if not job.left:
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        del self.open[job.job.job_id]
+        self._events.append(JobEnded(job.job.job_id))
+
+
+@dataclass(slots=True, eq=False)
+class WriteOp:
+    """One batch on its way: chunks of a job, or a log entry (then `job` is None)."""
+
+    kind: BatchKind
+    realm: Realm
+    job: Job | None = None
+    plan: BatchPlan | None = None
+    keys: list[OffloadKey] = field(default_factory=list)
+    packed: bytes = b""
+    """The keys, concatenated."""
+    places: list[int] = field(default_factory=list)
+    """In the segment file, once the batch has its place."""
+    lengths: list[int] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+    digests: bytes = b""
+    tickets: list[int] = field(default_factory=list)
+    dead: set[OffloadKey] | None = None
+    """Keys that were removed or purged while the batch was on its way."""
+    segment: Segment | None = None
+    start: int = 0
+
+    @property
+    def span(self) -> int:
+        """Bytes from this header block to the next."""
+        return 4096 if self.plan is None else self.plan.span
+
+
+@dataclass(slots=True, eq=False)
+class ReadOp:
+    """One unit of a load; `places` tell which version of each key was read."""
+
+    job: Job
+    picks: list[int]
+    segment: Segment
+    places: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class MoveOp:
+    """Hot records on their way out of a segment that is reclaimed."""
+
+    index: Index
+    words: Words
+    source: Segment
+    old: I64
+    target: Segment
+    start: int
+    new: I64
+
+
+@dataclass(slots=True, eq=False)
+class PrepareOp:
+    """A segment that begins a new life."""
+
+    segment: Segment
+    created: bool
+
+
+@dataclass(slots=True, eq=False)
+class SyncOp:
+    """Segments that become durable, and who waits for that."""
+
+    segments: list[Segment]
+    tickets: list[int] = field(default_factory=list)
+    then_checkpoint: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class TestOp:
+    """A self test; `outcome` is None while it runs, and empty if all is well."""
+
+    outcome: str | None = None
+
+
+Operation: TypeAlias = WriteOp | ReadOp | MoveOp | PrepareOp | SyncOp | TestOp

@@ -1,0 +1,171 @@
+"""How jobs become file calls: chunks of a store into batches, records of a load into units. Pure functions."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, SECTOR, align_up
+from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
+from kvstrata.types import I32, I64, Bool
+
+U32 = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Some chunks of a job that share a header block. `places` are relative to the start of the batch."""
+
+    picks: list[int]
+    places: list[int]
+    span: int
+    straight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """Some records that are read by one call, in the order of their places."""
+
+    picks: list[int]
+    segment: int
+    straight: bool
+
+
+def is_straight(memory: I64, lengths: I64) -> Bool:
+    """Which slots may be handed to the device themselves: whole sectors of 4 KiB and more at aligned addresses.
+
+    `memory` are addresses. Everything else goes through a bounce buffer.
+    """
+    straight: Bool = (lengths >= BLOCK) & ((lengths | memory) % SECTOR == 0)
+    return straight
+
+
+def even_size(lengths: Sequence[int], offsets: Sequence[int], address: int) -> int:
+    """The size that all slots have, if all are straight (see `is_straight`); else 0. No call per slot."""
+    size = lengths[0]
+    if size < BLOCK or lengths.count(size) != len(lengths):
+        return 0
+    bits = size | functools.reduce(operator.or_, offsets)
+    return 0 if (bits | address) % SECTOR else size
+
+
+def plan_batches(picks: I64, memory: I64, lengths: I64, largest: int) -> list[BatchPlan]:
+    """Batches of at most 64 records and about 2 MiB, in the order of `picks`; none has a span above `largest`.
+
+    `memory` (addresses) and `lengths` belong to `picks`. Each single chunk fits.
+    """
+    straight = is_straight(memory, lengths)
+    if straight.all():
+        return _straight_batches(picks, lengths, largest)
+    plans = _straight_batches(picks[straight], lengths[straight], largest) if straight.any() else []
+    return plans + _packed_batches(picks[~straight].tolist(), lengths[~straight].tolist(), largest)
+
+
+def _straight_batches(picks: I64, lengths: I64, largest: int) -> list[BatchPlan]:
+    room = min(BATCH_BYTES, largest - BLOCK)
+    plans = []
+    sizes = lengths.tolist()
+    numbers = picks.tolist()
+    if len(set(sizes)) == 1:
+        return even_batches(numbers, sizes[0], largest)
+    at = 0
+    while at < len(numbers):
+        end, total, places = at, 0, []
+        while end < len(numbers) and end - at < RECORDS_PER_BATCH and (end == at or total + sizes[end] <= room):
+            places.append(BLOCK + total)
+            total += sizes[end]
+            end += 1
+        plans.append(BatchPlan(numbers[at:end], places, align_up(BLOCK + total, BLOCK), True))
+        at = end
+    return plans
+
+
+def even_batches(picks: list[int], size: int, largest: int) -> list[BatchPlan]:
+    """Batches of straight slots of one size."""
+    count = max(1, min(RECORDS_PER_BATCH, min(BATCH_BYTES, largest - BLOCK) // size))
+    places = list(range(BLOCK, BLOCK + count * size, size))
+    plans = []
+    for at in range(0, len(picks), count):
+        part = picks[at : at + count]
+        plans.append(BatchPlan(part, places[: len(part)], align_up(BLOCK + len(part) * size, BLOCK), True))
+    return plans
+
+
+def _packed_batches(picks: list[int], lengths: list[int], largest: int) -> list[BatchPlan]:
+    room = min(BATCH_BYTES + BLOCK, largest)
+    plans: list[BatchPlan] = []
+    part: list[int] = []
+    places: list[int] = []
+    end = BLOCK
+    for number, length in zip(picks, lengths, strict=True):
+        place = packed_place(end, length)
+        if part and (len(part) == RECORDS_PER_BATCH or place + length > room):
+            plans.append(BatchPlan(part, places, align_up(end, BLOCK), False))
+            part, places = [], []
+            place = BLOCK
+        part.append(number)
+        places.append(place)
+        end = place + length
+    if part:
+        plans.append(BatchPlan(part, places, align_up(end, BLOCK), False))
+    return plans
+
+
+def packed_place(end: int, length: int) -> int:
+    """Where a record goes behind one that ends at `end`: large ones begin on a sector, small ones on 8 bytes."""
+    return align_up(end, SECTOR if length >= BLOCK else 8)
+
+
+def plan_units(segments: I64, places: I64, lengths: I64, memory: I64) -> list[UnitPlan]:
+    """Units of neighbouring records of one segment, at most about 1 MiB each unless one record is larger."""
+    order = np.lexsort((places, segments))
+    straight = is_straight(memory, lengths)
+    starts, sizes, homes = places[order], lengths[order], segments[order]
+    ends = starts + sizes
+    kinds = straight[order]
+    gaps = starts[1:] - ends[:-1]
+    near = np.where(kinds[1:], gaps == 0, (gaps >= 0) & (gaps < SECTOR))
+    joined = (homes[1:] == homes[:-1]) & (kinds[1:] == kinds[:-1]) & near
+    picks, sizes_list = order.tolist(), sizes.tolist()
+    breaks = (np.flatnonzero(~joined) + 1).tolist()
+    plans: list[UnitPlan] = []
+    for begin, end in zip([0, *breaks], [*breaks, len(picks)], strict=True):
+        home, kind = int(homes[begin]), bool(kinds[begin])
+        plans += [UnitPlan(picks[a:b], home, kind) for a, b in _cuts(sizes_list, begin, end)]
+    return plans
+
+
+def even_units(segments: I32, places: U32, size: int) -> list[tuple[int, int]] | None:
+    """Units of straight slots of one size as ranges of the given order; None if that is not the order on disk."""
+    # Two places of different segments are never `size` apart here: both are within 32 bits of their segment.
+    order = (segments.astype(np.int64) << 32) | places
+    steps = order[1:] - order[:-1]
+    breaks = np.flatnonzero(steps != size)
+    if len(breaks) and bool((steps[breaks] < 0).any()):
+        return None
+    most = max(UNIT_BYTES // size, 1)
+    starts = [0, *(breaks + 1).tolist(), len(places)]
+    return [(at, min(at + most, end)) for begin, end in itertools.pairwise(starts) for at in range(begin, end, most)]
+
+
+def _cuts(sizes: list[int], begin: int, end: int) -> list[tuple[int, int]]:
+    cuts = []
+    at, total = begin, 0
+    for index in range(begin, end):
+        if index > at and total + sizes[index] > UNIT_BYTES:
+            cuts.append((at, index))
+            at, total = index, 0
+        total += sizes[index]
+    cuts.append((at, end))
+    return cuts
+
+
+def pieces(digests: Sequence[bytes] | None, picks: list[int]) -> bytes:
+    """The digests of some chunks, concatenated; empty if there are none."""
+    return b"" if digests is None else b"".join([digests[index] for index in picks])

@@ -1,0 +1,337 @@
+"""I/O in a process of its own: tasks go out and answers come back over pipes, in batches.
+
+The process is started as a command with inherited descriptors (never forked from here, never by multiprocessing): the
+two pipes, the file behind primary, the directory and its lock. It runs the same `Workshop` and `Lanes` as threads do.
+Index, space and decisions stay here. When it dies, every task in its hands has ended: a process is gone only after its
+calls are, so the slots are free at once. It is started again after a back-off. It ends by itself when this process
+does; until then it holds the lock of the directory, so nobody else writes there beside it.
+
+A slice of listening runs on the context's executor, which therefore has to be one with threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, ReadUnit, Task
+from kvstrata.types import FailCause
+
+WORKER_MODULE = "kvstrata.runtime.disk_worker"
+PIPE_BYTES = 1 << 20
+_TOGETHER = 16
+"""Most loads that are held back to go in one message."""
+_LISTEN_S = 0.25
+_LISTEN_TURNS = 64
+_RESTART_FIRST_S = 0.1
+_RESTART_MOST_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """What the process is started with."""
+
+    width: int
+    write_depth: int
+    pin_cpus: tuple[int, ...]
+    direct: bool
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """The one argument of the command: descriptors and settings, as JSON."""
+
+    jobs: int
+    answers: int
+    region: int
+    region_bytes: int
+    directory: int
+    parent: int
+    width: int
+    write_depth: int
+    direct: bool
+    pin_cpus: list[int]
+
+
+def frame(payload: bytes) -> bytes:
+    """One message of a pipe: its length in 4 bytes, then itself."""
+    return len(payload).to_bytes(4, "little") + payload
+
+
+class Frames:
+    """Cuts what a pipe delivers into messages."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The messages that are complete now."""
+        self._rest += piece
+        messages = []
+        at = 0
+        while len(self._rest) - at >= 4:
+            size = int.from_bytes(self._rest[at : at + 4], "little")
+            if len(self._rest) - at - 4 < size:
+                break
+            messages.append(bytes(self._rest[at + 4 : at + 4 + size]))
+            at += 4 + size
+        del self._rest[:at]
+        return messages
+
+
+class _Child:
+    """One life of the I/O process. `ended` is set, by the listener, after its last answer was queued."""
+
+    def __init__(self, context: TierContext, spec: WorkerSpec, inherited: Sequence[int], arrived: deque[bytes]) -> None:
+        jobs_out, self.jobs = os.pipe()
+        self.answers, answers_in = os.pipe()
+        try:
+            for end in (self.jobs, answers_in):
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            os.set_blocking(self.jobs, False)
+            spec = msgspec.structs.replace(spec, jobs=jobs_out, answers=answers_in)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", WORKER_MODULE, msgspec.json.encode(spec).decode()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(jobs_out, answers_in, *inherited),
+                env=_environment(),
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self.jobs)
+            os.close(self.answers)
+            raise
+        finally:
+            os.close(jobs_out)
+            os.close(answers_in)
+        self.ended = False
+        self.waiting = False
+        self.outbox = bytearray()
+        self._context = context
+        self._arrived = arrived
+        self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        context.executor.submit(self._listen)
+
+    def _listen(self) -> None:
+        """Wait a while for answers, on the executor; comes back to it until the pipe ends."""
+        for _ in range(_LISTEN_TURNS):
+            readable, _, _ = select.select([self.answers], [], [], _LISTEN_S)
+            if not readable:
+                break
+            piece = os.read(self.answers, PIPE_BYTES)
+            if piece:
+                self._arrived.append(piece)
+            else:
+                self.ended = True
+            if self.waiting:
+                os.eventfd_write(self._signal, 1)
+            self._context.wake()
+            if self.ended:
+                return
+        self._context.executor.submit(self._listen)
+
+    def send(self) -> None:
+        """Write what the pipe takes now."""
+        while self.outbox:
+            try:
+                done = os.write(self.jobs, memoryview(self.outbox)[:PIPE_BYTES].tobytes())
+            except BlockingIOError:
+                return
+            except OSError:
+                self.outbox.clear()  # it has died; the end of the answers will say so
+                return
+            del self.outbox[:done]
+
+    def wait(self, timeout: float) -> None:
+        """Until an answer or the end arrived, or `timeout` seconds."""
+        self.waiting = True  # before the look at what arrived, so that nothing falls between
+        if not self._arrived and not self.ended:
+            select.select([self._signal], [], [], timeout)
+        self.waiting = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._signal)
+
+    def release(self) -> None:
+        """Close what is left of an ended life."""
+        self.process.wait()
+        for handle in (self.jobs, self.answers, self._signal):
+            os.close(handle)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and the way to this very package."""
+    source = str(Path(__file__).resolve().parents[3])
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": source if not known else f"{source}{os.pathsep}{known}"}
+
+
+class ProcessWorkers:
+    """Runs tasks in a process of its own. Same duties as `lanes.LocalWorkers`."""
+
+    def __init__(
+        self, context: TierContext, directory: int, lock: int, region_fd: int, settings: ProcessSettings
+    ) -> None:
+        self._context = context
+        self._spec = WorkerSpec(
+            jobs=-1,
+            answers=-1,
+            region=region_fd,
+            region_bytes=len(context.region),
+            directory=directory,
+            parent=os.getpid(),
+            width=settings.width,
+            write_depth=settings.write_depth,
+            direct=settings.direct,
+            pin_cpus=list(settings.pin_cpus),
+        )
+        self._inherited = (region_fd, directory, lock)
+        self._arrived: deque[bytes] = deque()
+        self._frames = Frames()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Answers)
+        self._outgoing: list[Task | Forget] = []
+        self._unanswered: set[int] = set()
+        self._reads: set[int] = set()  # those of `_unanswered` that are loads
+        self._deep = 3 * settings.width  # so many loads over there keep it busy until the next answer is taken
+        self._send_now = False
+        self._lost: list[Done] = []
+        self._restart_at = 0.0
+        self._restart_s = _RESTART_FIRST_S
+        self._closing = False
+        self.restarts = 0
+        self._child: _Child | None = None
+        self._begin()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the running process, None between two lives."""
+        return None if self._child is None else self._child.process.pid
+
+    def push(self, task: Task) -> None:
+        """See `volume.Workers`."""
+        if self._child is None:
+            self._lost.append(Done(task.task_id, FailCause.IO_ERROR, "the I/O process is not running"))
+            return
+        self._unanswered.add(task.task_id)
+        self._outgoing.append(task)
+        if isinstance(task, ReadUnit):
+            self._reads.add(task.task_id)
+        else:
+            self._send_now = True
+
+    def start(self) -> None:
+        """See `volume.Workers`. Loads that would wait there anyway go together, after an answer at the latest."""
+        if self._lost:
+            self._context.wake()
+        held = len(self._outgoing)
+        if self._send_now or held >= _TOGETHER or len(self._reads) - held < self._deep:
+            self._send()
+
+    def _send(self) -> None:
+        child = self._child
+        if child is None:
+            return
+        self._send_now = False
+        if self._outgoing:
+            child.outbox += frame(self._encoder.encode(Batch(self._outgoing)))
+            self._outgoing = []
+        child.send()
+
+    def forget(self, task_ids: list[int]) -> None:
+        """See `volume.Workers`."""
+        wanted = [task_id for task_id in task_ids if task_id in self._unanswered]
+        if wanted and self._child is not None:
+            self._outgoing.append(Forget(wanted))
+            self._send()
+
+    def take(self) -> list[Done]:
+        """See `volume.Workers`."""
+        child = self._child
+        ended = child is not None and child.ended  # looked at first: what arrived before the end is still to be read
+        answers, self._lost = self._lost, []
+        while self._arrived:
+            for message in self._frames.feed(self._arrived.popleft()):
+                answers += self._decoder.decode(message).items
+        ended_tasks = [done.task_id for done in answers]
+        self._unanswered.difference_update(ended_tasks)
+        self._reads.difference_update(ended_tasks)
+        if answers and child is not None and not ended:
+            self._restart_s = _RESTART_FIRST_S
+        if ended and child is not None:
+            answers += self._bury(child)
+        return answers
+
+    def _bury(self, child: _Child) -> list[Done]:
+        child.release()
+        self._child = None
+        self._frames = Frames()
+        self._outgoing = []
+        lost = [Done(task_id, FailCause.IO_ERROR, "the I/O process has died") for task_id in self._unanswered]
+        self._unanswered.clear()
+        self._reads.clear()
+        self._restart_at = self._context.clock.monotonic() + self._restart_s
+        self._restart_s = min(self._restart_s * 2, _RESTART_MOST_S)
+        return lost
+
+    def wait(self, timeout: float) -> bool:
+        """See `volume.Workers`."""
+        if self._lost or self._arrived:
+            return True
+        child = self._child
+        if child is None:
+            return False
+        self._send()
+        if not child.ended:
+            child.wait(timeout)
+        return bool(self._arrived) or child.ended
+
+    def advance(self, now: float) -> None:
+        """Start the process again once its back-off is over; send what the pipe did not take."""
+        if self._child is None:
+            if not self._closing and now >= self._restart_at:
+                self.restarts += 1
+                self._begin()
+        elif self._child.outbox:
+            self._child.send()
+
+    def _begin(self) -> None:
+        try:
+            self._child = _Child(self._context, self._spec, self._inherited, self._arrived)
+        except OSError:
+            self._restart_at = self._context.clock.monotonic() + self._restart_s
+            self._restart_s = min(self._restart_s * 2, _RESTART_MOST_S)
+
+    def close(self, timeout: float) -> bool:
+        """End the process: it drops what it has not begun. One that hangs is killed, which ends its calls too."""
+        self._closing = True
+        child = self._child
+        if child is None:
+            return True
+        os.close(child.jobs)  # the end of the jobs is its sign to leave
+        child.jobs = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        child.outbox.clear()
+        if not self._wait_end(child, timeout):
+            child.process.kill()
+            self._wait_end(child, 1.0)
+        return child.ended
+
+    def _wait_end(self, child: _Child, timeout: float) -> bool:
+        deadline = self._context.clock.monotonic() + timeout
+        while not child.ended:
+            rest = deadline - self._context.clock.monotonic()
+            if rest <= 0:
+                return False
+            child.wait(rest)
+        return True

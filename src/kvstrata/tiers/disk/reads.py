@@ -1,0 +1,150 @@
+"""Loads: index -> units of neighbouring records -> tasks that read into the slots and verify there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstrata.tiers.disk.desk import Desk
+from kvstrata.tiers.disk.format import BLOCK, SECTOR
+from kvstrata.tiers.disk.index import words_of
+from kvstrata.tiers.disk.jobs import Job, ReadOp
+from kvstrata.tiers.disk.planning import even_size, even_units, plan_units
+from kvstrata.tiers.disk.segment import Segment
+from kvstrata.tiers.disk.tasks import Done, ReadUnit
+from kvstrata.tiers.disk.writes import Writes
+from kvstrata.types import DIGEST_BYTES, I64, KEY_BYTES, FailCause, OffloadKey, TierJob
+
+
+class Reads:
+    """The loads of a volume. `left` is set by the volume: called when a unit no longer reads its segment."""
+
+    def __init__(self, desk: Desk, writes: Writes) -> None:
+        self._desk = desk
+        self._writes = writes
+        self.left: Callable[[Segment], None] = lambda segment: None
+
+    def submit(self, job: TierJob) -> None:
+        """Read what is held."""
+        desk, writes = self._desk, self._writes
+        state = desk.jobs.begin(job)
+        if state.left == 1 and self._submit_one(state):
+            return
+        if not state.left or writes.refuse_odd(state):
+            return
+        index, lengths = desk.index, np.array(job.lengths, np.int64)
+        rows = index.find(words_of(job.keys))
+        if rows.min() >= 0 and bool((index.length.take(rows) == lengths).all()):
+            if not self._read_even(state, rows):
+                self._read(state, np.arange(len(rows)), rows, lengths)
+            return
+        found = rows >= 0
+        if not found.all():
+            writes.fail(state, np.flatnonzero(~found).tolist(), FailCause.GONE)
+        unlike = found & (index.length[rows] != lengths)
+        if unlike.any():
+            writes.fail(state, np.flatnonzero(unlike).tolist(), FailCause.WRONG_SIZE)
+            writes.drop_versions(np.unique(rows[unlike]))
+            found &= ~unlike
+        picks = np.flatnonzero(found)
+        if len(picks):
+            self._read(state, picks, rows[picks], lengths[picks])
+
+    def _submit_one(self, state: Job) -> bool:
+        """The same for a job of one key that is held with the right length; False if it is not."""
+        desk, job, index = self._desk, state.job, self._desk.index
+        key, length = job.keys[0], job.lengths[0]
+        row = index.find_key(key) if len(key) == KEY_BYTES else -1
+        if row < 0 or index.length[row] != length:
+            return False
+        index.stamp[row] = desk.next_tick()
+        segment = desk.space.segments[int(index.segment[row])]
+        place, memory = [int(index.offset[row])], job.offsets[0]
+        straight = length >= BLOCK and not (length | (memory + desk.address)) % SECTOR
+        segment.readers += 1
+        task = ReadUnit(
+            desk.new_task(ReadOp(state, [0], segment, place)), segment.number, place, [length], [memory],
+            index.digest[row].tobytes(), desk.settings.verify, straight,
+        )  # fmt: skip
+        state.tasks.add(task.task_id)
+        desk.workers.push(task)
+        return True
+
+    def _read_even(self, state: Job, rows: I64) -> bool:
+        """The same as `_read` for a job whose keys, all held, have straight slots of one size and lie in its order.
+
+        False if it is not of that kind.
+        """
+        desk, index, job = self._desk, self._desk.index, state.job
+        size = even_size(job.lengths, job.offsets, desk.address)
+        segments, places = index.segment.take(rows), index.offset.take(rows)
+        units = even_units(segments, places, size) if size else None
+        if units is None:
+            return False
+        index.stamp[rows] = desk.next_tick()
+        numbers, homes, digests = places.tolist(), segments.tolist(), index.digest.take(rows, axis=0).tobytes()
+        lengths, memory, verify = list(job.lengths), list(job.offsets), desk.settings.verify
+        for a, b in units:
+            segment = desk.space.segments[homes[a]]
+            segment.readers += 1
+            op = ReadOp(state, list(range(a, b)), segment, numbers[a:b])
+            task = ReadUnit(
+                desk.new_task(op), homes[a], op.places, lengths[a:b], memory[a:b],
+                digests[a * DIGEST_BYTES : b * DIGEST_BYTES], verify, True,
+            )  # fmt: skip
+            state.tasks.add(task.task_id)
+            desk.workers.push(task)
+        return True
+
+    def _read(self, state: Job, picks: I64, rows: I64, lengths: I64) -> None:
+        desk, index = self._desk, self._desk.index
+        index.stamp[rows] = desk.next_tick()
+        segments, places = index.segment[rows].astype(np.int64), index.offset[rows].astype(np.int64)
+        memory = np.array(state.job.offsets, np.int64)[picks]
+        digests = index.digest[rows]
+        for unit in plan_units(segments, places, lengths, memory + desk.address):
+            chosen = unit.picks
+            segment = desk.space.segments[unit.segment]
+            segment.readers += 1
+            numbers = places[chosen].tolist()
+            op = ReadOp(state, picks[chosen].tolist(), segment, numbers)
+            task = ReadUnit(
+                desk.new_task(op), unit.segment, numbers, lengths[chosen].tolist(), memory[chosen].tolist(),
+                digests[chosen].tobytes(), desk.settings.verify, unit.straight,
+            )  # fmt: skip
+            state.tasks.add(task.task_id)
+            desk.workers.push(task)
+
+    def answered(self, op: ReadOp, done: Done) -> None:
+        """A unit was read, in whole, in part or not at all."""
+        op.segment.readers -= 1
+        op.job.tasks.discard(done.task_id)
+        if done.cause:
+            self._writes.fail(op.job, op.picks, FailCause(done.cause))
+        elif not done.failed:
+            self._desk.loaded += len(op.picks)
+            self._desk.jobs.report(op.job, op.picks)
+        else:
+            self._in_part(op, done)
+        self.left(op.segment)
+
+    def _in_part(self, op: ReadOp, done: Done) -> None:
+        desk = self._desk
+        failed = {index: FailCause(cause) for index, cause in done.failed}
+        good = [pick for index, pick in enumerate(op.picks) if index not in failed]
+        bad = [index for index, cause in failed.items() if cause.is_content]
+        desk.failures.update(failed.values())
+        desk.loaded += len(good)
+        keys = op.job.job.keys
+        desk.jobs.report(op.job, good, [(op.picks[index], cause) for index, cause in failed.items()])
+        if bad:
+            self._drop_version([keys[op.picks[i]] for i in bad], op.segment, [op.places[i] for i in bad])
+
+    def _drop_version(self, keys: list[OffloadKey], segment: Segment, places: list[int]) -> None:
+        """Only what was read is bad: a version that was stored meanwhile lies elsewhere."""
+        self._desk.insert_added()
+        index = self._desk.index
+        rows = index.find(words_of(keys))
+        ours = (rows >= 0) & (index.segment[rows] == segment.number) & (index.offset[rows] == places)
+        self._writes.drop_versions(np.unique(rows[ours]))

@@ -1,0 +1,83 @@
+"""The index does what a dictionary does, whatever is inserted and deleted."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.testing.tier_harness import chunk_keys
+from kvstrata.tiers.disk.index import Index, words_of
+from kvstrata.tiers.disk.planning import packed_place, plan_batches, plan_units
+from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
+
+KEYS = chunk_keys(120)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 119), max_size=40)), max_size=25))
+def test_the_index_equals_a_dictionary(steps: list[tuple[bool, set[int]]]) -> None:
+    index, twin = Index(16), dict[bytes, int]()
+    number = 0
+    for inserts, picked in steps:
+        keys = [KEYS[n] for n in sorted(picked)]
+        if inserts:
+            keys = [key for key in keys if key not in twin]
+            marks = np.arange(number, number + len(keys))
+            number += len(keys)
+            index.insert(words_of(keys), np.zeros((len(keys), 2), np.uint64), 3, marks, marks)
+            twin.update(zip(keys, marks.tolist(), strict=True))
+        else:
+            rows = index.find(words_of(keys))
+            index.delete(rows[rows >= 0])
+            for key in keys:
+                twin.pop(key, None)
+        found = index.find(words_of(KEYS))
+        assert {KEYS[n]: int(index.offset[row]) for n, row in enumerate(found) if row >= 0} == twin
+        assert len(index) == len(twin)
+        assert sorted(index.offset[index.live_rows()].tolist()) == sorted(twin.values())
+
+
+SIZES = st.one_of(st.integers(0, 9000), st.sampled_from([512, 4096, 8192, 32_768, 262_144, UNIT_BYTES, 3 * UNIT_BYTES]))
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(st.lists(SIZES, min_size=1, max_size=150), st.integers(0, 3))
+def test_batches_hold_every_chunk_once_and_stay_in_bounds(sizes: list[int], skew: int) -> None:
+    largest = 4 * UNIT_BYTES
+    lengths = np.array(sizes, np.int64)
+    memory = np.arange(len(sizes), dtype=np.int64) * 4 * UNIT_BYTES + skew
+    plans = plan_batches(np.arange(len(sizes)), memory, lengths, largest)
+    assert sorted(pick for plan in plans for pick in plan.picks) == list(range(len(sizes)))
+    for plan in plans:
+        assert len(plan.picks) <= 64
+        assert plan.span % 4096 == 0
+        assert plan.span <= largest
+        end = 4096
+        for pick, place in zip(plan.picks, plan.places, strict=True):
+            assert place >= end
+            assert place == packed_place(end, sizes[pick]) or plan.straight
+            end = place + sizes[pick]
+            if plan.straight:
+                assert place % 512 == 0
+                assert sizes[pick] % 512 == 0
+        assert end <= plan.span
+        assert plan.span <= BATCH_BYTES + 8192 or len(plan.picks) == 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), SIZES), min_size=1, max_size=60), st.integers(0, 1))
+def test_units_hold_every_record_once_and_only_neighbours(rows: list[tuple[int, int, int]], skew: int) -> None:
+    segments = np.array([row[0] for row in rows], np.int64)
+    places = np.array([8192 + row[1] * 4096 for row in rows], np.int64)
+    lengths = np.array([row[2] for row in rows], np.int64)
+    memory = np.arange(len(rows), dtype=np.int64) * 4 * UNIT_BYTES + skew * 8
+    plans = plan_units(segments, places, lengths, memory)
+    assert sorted(pick for plan in plans for pick in plan.picks) == list(range(len(rows)))
+    for plan in plans:
+        assert {int(segments[pick]) for pick in plan.picks} == {plan.segment}
+        total = sum(int(lengths[pick]) for pick in plan.picks)
+        assert total <= UNIT_BYTES or len(plan.picks) == 1
+        for before, after in zip(plan.picks, plan.picks[1:], strict=False):
+            gap = int(places[after] - places[before] - lengths[before])
+            assert gap == 0 if plan.straight else 0 <= gap < 512

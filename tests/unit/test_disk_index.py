@@ -1,0 +1,95 @@
+"""The index against a dictionary, its collisions, and what a record costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstrata.testing.tier_harness import chunk_key, chunk_keys
+from kvstrata.tiers.disk.index import Index, hashes_of, keys_of, words_of
+
+
+def insert(index: Index, keys: list[bytes], segment: int = 1) -> None:
+    count = len(keys)
+    numbers = np.arange(count)
+    index.insert(words_of(keys), np.zeros((count, 2), np.uint64), segment, numbers, numbers)
+
+
+def test_found_are_those_that_were_inserted() -> None:
+    index = Index()
+    keys = chunk_keys(5000)
+    insert(index, keys)
+    assert len(index) == 5000
+    rows = index.find(words_of(keys))
+    assert index.offset[rows].tolist() == list(range(5000))
+    assert keys_of(index.key[rows]) == keys
+    assert (index.find(words_of(chunk_keys(5000, start=10_000))) == -1).all()
+    assert [index.find_key(key) for key in keys] == rows.tolist()
+    assert {index.find_key(key) for key in chunk_keys(50, start=10_000)} == {-1}
+    assert index.find(words_of([])).tolist() == []
+
+
+def test_keys_of_several_groups_share_no_place() -> None:
+    index = Index()
+    keys = [chunk_key(n, group=g) for n in range(300) for g in range(40)]
+    insert(index, keys)
+    assert (index.find(words_of(keys)) >= 0).all()
+    assert len(np.unique(hashes_of(words_of(keys)))) == len(keys)
+
+
+def test_keys_that_are_no_hashes_work_too() -> None:
+    index = Index()
+    keys = [n.to_bytes(36, "big") for n in range(3000)]
+    insert(index, keys)
+    assert (index.find(words_of(keys)) >= 0).all()
+    index.delete(index.find(words_of(keys[::2])))
+    assert ((index.find(words_of(keys)) >= 0) == np.arange(3000) % 2).all()
+
+
+def test_deleted_rows_are_used_again_and_the_table_stays_clean() -> None:
+    index = Index()
+    for turn in range(60):
+        keys = chunk_keys(400, start=turn * 400)
+        insert(index, keys, segment=turn)
+        if turn:
+            index.delete(index.rows_of_segment(turn - 1))
+    assert len(index) == 400
+    assert index.row_bound <= 1200
+    assert len(index._table) <= 4096
+    assert (index.find(words_of(keys)) >= 0).all()
+
+
+def test_equal_tags_of_unlike_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.tiers.disk.index.hashes_of", lambda words: np.full(len(words), 12345, np.uint64))
+    index = Index()
+    keys = chunk_keys(40)
+    insert(index, keys)
+    assert index.offset[index.find(words_of(keys))].tolist() == list(range(40))
+    assert (index.find(words_of(chunk_keys(5, start=100))) == -1).all()
+    index.delete(index.find(words_of(keys[10:20])))
+    found = index.find(words_of(keys))
+    assert [n for n in range(40) if found[n] < 0] == list(range(10, 20))
+
+
+def test_a_record_costs_at_most_130_bytes() -> None:
+    index = Index()
+    insert(index, chunk_keys(100_000))
+    columns = (index.key, index.digest, index.segment, index.offset, index.length, index.stamp, index._table)
+    per_row = sum(column.nbytes // len(column) for column in columns[:-1])
+    assert per_row == 68
+    assert per_row + index._table.nbytes / len(index) <= 130
+
+
+def test_a_tag_that_looks_like_an_empty_or_a_deleted_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The marks of places are small numbers, and so are some tags."""
+    for tag in (0, 1, 2):
+        same = np.uint64(tag)
+        monkeypatch.setattr("kvstrata.tiers.disk.index.hashes_of", lambda words, h=same: np.full(len(words), h))
+        index = Index()
+        keys = chunk_keys(12)
+        assert index.find(words_of(keys)).tolist() == [-1] * 12
+        insert(index, keys)
+        assert index.offset[index.find(words_of(keys))].tolist() == list(range(12))
+        index.delete(index.find(words_of(keys[:11])))
+        assert (index.find(words_of(keys)) >= 0).tolist() == [False] * 11 + [True]
+        assert index.find(words_of(chunk_keys(12, start=50))).tolist() == [-1] * 12
