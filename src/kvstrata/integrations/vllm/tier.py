@@ -1,0 +1,238 @@
+"""`KVStrataTier`: the disk tier as a secondary tier of vLLM's own `TieringOffloadingSpec`.
+
+    "secondary_tiers": [{"type": "KVStrataTier", "module_path": "kvstrata.integrations.vllm.tier",
+                         "dir": "/var/cache/kv", "limit": "200GB", "identity": "anything that changes KV"}]
+
+vLLM tells a tier less of the engine than a connector: overrides of the model's configuration (another RoPE base) are
+not seen here. What is seen, and `identity`, make the namespace; the connector has no such gap.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvstrata.config import parse_size
+from kvstrata.integrations.vllm.identity import KV_LAYOUT_VERSION, hash_seed, weights_sample
+from kvstrata.integrations.vllm.shield import Shield, shielded
+from kvstrata.integrations.vllm.versions import require_supported
+from kvstrata.layout.namespace import encode
+from kvstrata.runtime.clock import SystemClock
+from kvstrata.runtime.executor import ThreadExecutor
+from kvstrata.runtime.guard import GuardedTier
+from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.disk import DiskTier
+from kvstrata.types import JobEnded, KeysDone, Presence, TierJob
+
+_BASE = "vllm.v1.kv_offload.tiering.base"
+_OFFLOAD = "vllm.v1.kv_offload.base"
+_log = logging.getLogger("vllm.kvstrata")
+THREADS = 8
+DRAIN_S = 60.0
+
+
+class _Open:
+    """A job that vLLM waits for."""
+
+    def __init__(self, job_id: int, keys: list[bytes], size: int, begun: float, *, load: bool) -> None:
+        self.job_id, self.keys, self.size, self.begun, self.load = job_id, keys, size, begun, load
+        self.done: list[bytes] = []
+
+
+class TierMethods:
+    """Everything that vLLM calls. Mixed with vLLM's base class by `tier_class`."""
+
+    block_size_bytes: int
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        dir: str,  # noqa: A002 - the name of the option
+        limit: int | str,
+        min_free: int | str = 0,
+        identity: str = "",
+        locality: Any = None,
+        **options: Any,
+    ) -> None:
+        require_supported()
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)  # type: ignore[call-arg]
+        self.shield = Shield("tier")
+        self._clock = SystemClock()
+        self._executor = ThreadExecutor("kvstrata-tier", THREADS)
+        self._open: dict[int, _Open] = {}
+        self._ended: list[Any] = []
+        self._context_class = importlib.import_module(_OFFLOAD).RequestOffloadingContext
+        self._results = importlib.import_module(_OFFLOAD).LookupResult
+        self._job_result = importlib.import_module(_BASE).JobResult
+        size = self.block_size_bytes
+        disk = DiskTier(
+            path=dir,
+            limit=parse_size(limit, "limit"),
+            min_free=0 if min_free == 0 else parse_size(min_free, "min_free") or 0,
+            largest_chunk=size,
+            io_process=False,
+            **options,
+        )
+        self.tier = GuardedTier(disk)
+        namespace = spec_namespace(offloading_spec.config, identity)
+        view = primary_kv_view.cast("B")
+        self.tier.open(TierContext(view, namespace, size, self._clock, self._executor))
+        trouble = self.tier.self_test()
+        if trouble is not None:
+            _log.warning("kvstrata tier: %s", trouble)
+
+    # -- asking
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Whether the chunk is on disk."""
+        try:
+            return self._lookup(key)
+        except Exception as error:
+            self.shield.caught("lookup", error)
+            return self._results.MISS
+
+    def _lookup(self, key: bytes) -> Any:
+        answer = self.tier.probe([bytes(key)])
+        if isinstance(answer, int):
+            return self._results.MISS
+        match int(answer[0]):
+            case Presence.PRESENT:
+                return self._results.HIT
+            case Presence.UNKNOWN:
+                return self._results.RETRY
+            case _:
+                return self._results.MISS
+
+    @shielded(lambda: None)
+    def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """Mark as recently used."""
+        self.tier.touch([bytes(key) for key in keys])
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """No wish of our own."""
+        return self._context_class()
+
+    # -- jobs
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Write chunks from primary."""
+        self._submit(job_metadata, load=False)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Read chunks into primary."""
+        self._submit(job_metadata, load=True)
+
+    def _submit(self, job: Any, *, load: bool) -> None:
+        """Hand a job to the disk; one that cannot be handed over has failed, and is reported as such."""
+        try:
+            keys = [bytes(key) for key in job.keys]
+            size = self.block_size_bytes
+            offsets = [int(chunk) * size for chunk in job.chunk_ids]  # glossary: allow
+            self._open[job.job_id] = _Open(job.job_id, keys, size * len(keys), self._clock.monotonic(), load=load)
+            mine = TierJob(job.job_id, keys, offsets, [size] * len(keys))
+            (self.tier.submit_load if load else self.tier.submit_store)(mine)
+        except Exception as error:
+            self.shield.caught("submit", error)
+            self._open.pop(job.job_id, None)
+            self._ended.append(self._job_result(job_id=job.job_id, success=False, successful_keys=[]))
+
+    def get_finished_jobs(self) -> list[Any]:
+        """Jobs that ended since the last call."""
+        try:
+            self._poll()
+        except Exception as error:
+            self.shield.caught("get_finished_jobs", error)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _poll(self) -> None:
+        for event in self.tier.poll():
+            match event:
+                case KeysDone():
+                    job = self._open.get(event.job_id)
+                    if job is not None:
+                        job.done += [job.keys[index] for index in event.done]
+                case JobEnded():
+                    job = self._open.pop(event.job_id, None)
+                    if job is not None:
+                        self._end(job)
+
+    def _end(self, job: _Open) -> None:
+        whole = len(job.done) == len(job.keys)
+        self._ended.append(
+            self._job_result(
+                job_id=job.job_id,
+                success=whole,
+                successful_keys=None if whole else job.done,
+                transfer_time=self._clock.monotonic() - job.begun,
+                transfer_bytes=self.block_size_bytes * len(job.done),
+            )
+        )
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must step for a job to come to its end."""
+        return bool(self._open or self._ended)
+
+    @shielded(lambda: None)
+    def drain_jobs(self) -> None:
+        """Wait for every job."""
+        self.tier.drain(DRAIN_S)
+        self._poll()
+
+    @shielded(lambda: None)
+    def shutdown(self) -> None:
+        """Let go of the directory."""
+        self.tier.close()
+        self._executor.close(1.0)
+
+
+def spec_namespace(config: Any, identity: str) -> bytes:
+    """The namespace from what vLLM tells its tiers, the model's files if they are local, and the operator's words."""
+    model, parallel = config.model, config.parallel
+    local = os.path.isdir(model.name)
+    folder = Path(model.name)
+    settings = (folder / "config.json").read_bytes() if local and (folder / "config.json").exists() else b""
+    groups = tuple((group.tokens_per_block, tuple(group.layer_names)) for group in config.groups)
+    seed = hash_seed("sha256")
+    parts = (
+        "vllm tier",
+        KV_LAYOUT_VERSION,
+        require_supported(),
+        "" if local else model.name,
+        weights_sample(folder) if local else b"",
+        settings,
+        model.dtype,
+        groups,
+        config.worker_kv_bytes_per_block,
+        config.cache.tokens_per_hash,
+        config.cache.blocks_per_chunk,
+        (parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size),
+        str(config.kv_cache_layout),
+        str(seed),
+        identity,
+    )
+    return hashlib.blake2b(encode(parts), digest_size=16).digest()
+
+
+@functools.cache
+def tier_class() -> type:
+    """The tier class for vLLM."""
+    base = importlib.import_module(_BASE).SecondaryTierManager
+    medium = importlib.import_module(_OFFLOAD).Medium
+    return type("KVStrataTier", (TierMethods, base), {"__module__": __name__, "medium": medium.STORAGE})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVStrataTier":
+        return tier_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,216 @@
+"""Scenes that run inside an engine's host: they step the scheduler and look at states that pass within a step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+MAX_STEPS = 3000
+
+
+def abort_in(host: Any, state: str, prompt: list[int]) -> str:
+    """Abort a request in `state`; returns the state in which it really was."""
+    side, scheduler = host.side, host.scheduler
+    held: list[Callable[[], None]] = []
+    if state in ("resolving", "fetching"):
+        held.append(_hold_tier(host, state))
+    if state == "loading":
+        held.append(_hold_loads(host))
+    if state == "ready":
+        held.append(_no_room(host))
+    name = host.add(prompt)
+    reached = "never"
+    for _ in range(MAX_STEPS):
+        if state == "allocated":
+            # Between the scheduler's decision and the workers: the load is in this step's work.
+            taken = _step_with_abort_after_schedule(host, name)
+            if taken:
+                reached = "allocated"
+                break
+            continue
+        host.step()
+        if _state(host, name) == state:
+            reached = state
+            break
+    if reached != "never" and state != "allocated":
+        host.abort([name])
+    for release in held:
+        release()
+    host.run_out()
+    assert side.stack.driver.call(lambda manager: manager.statistics()).requests == 0
+    assert not scheduler.requests, list(scheduler.requests)
+    return reached
+
+
+def _internal(host: Any, name: str) -> str | None:
+    """The engine's own name of a request begins with the one that it was given."""
+    return next((rid for rid in host.scheduler.requests if rid == name or rid.startswith(name + "-")), None)
+
+
+def _state(host: Any, name: str) -> str:
+    rid = _internal(host, name)
+    if rid is None:
+        return "gone"
+    request = host.scheduler.requests[rid]
+    if request.status.name == "WAITING_FOR_REMOTE_KVS":
+        return "loaded" if rid in host.scheduler.finished_recving_kv_req_ids else "loading"
+
+    def core_state(manager: Any) -> str:
+        record = manager._core.requests.get(rid)
+        return "unknown" if record is None else str(record.state.value)
+
+    return str(host.side.stack.driver.call(core_state))
+
+
+def _hold_tier(host: Any, state: str) -> Callable[[], None]:
+    """Keep probes from being answered (resolving), or loads from being made (fetching)."""
+    import numpy as np
+
+    tier = host.side.stack.tiers[0]
+    if state == "resolving":
+        real = tier.tier.probe
+        tier.tier.probe = lambda keys: np.ones(len(keys), np.int8)  # not known yet
+
+        def release() -> None:
+            tier.tier.probe = real
+
+        return release
+    real_load, kept = tier.tier.submit_load, []
+    tier.tier.submit_load = kept.append
+
+    def let_go() -> None:
+        tier.tier.submit_load = real_load
+        for job in kept:
+            real_load(job)
+
+    return let_go
+
+
+def _hold_loads(host: Any) -> Callable[[], None]:
+    """Let the worker's loads end only when released."""
+    copier = host.worker._copier
+    real, kept = copier.load, []
+    copier.load = lambda job_id, pieces: kept.append((job_id, pieces))
+
+    def release() -> None:
+        copier.load = real
+        for job_id, pieces in kept:
+            real(job_id, pieces)
+
+    return release
+
+
+def _no_room(host: Any) -> Callable[[], None]:
+    """Let the engine find no blocks, so that a reported hit is not taken."""
+    manager = host.scheduler.kv_cache_manager
+    real = manager.allocate_slots
+    manager.allocate_slots = lambda *args, **kwargs: None
+
+    def release() -> None:
+        manager.allocate_slots = real
+
+    return release
+
+
+def _step_with_abort_after_schedule(host: Any, name: str) -> bool:
+    """One step in which the request is aborted as soon as its load is planned; whether that happened."""
+    side = host.scheduler.connector
+    real, done = side.build_connector_meta, []
+
+    def build(output: Any) -> Any:
+        work = real(output)
+        if work.loads:
+            done.append(True)
+        return work
+
+    side.build_connector_meta = build
+    execute = host.core.model_executor.execute_model
+
+    def aborting(*args: Any, **kwargs: Any) -> Any:
+        if done:
+            host.core.model_executor.execute_model = execute
+            rid = _internal(host, name)
+            from vllm.v1.request import RequestStatus
+
+            host.scheduler.finish_requests(rid, RequestStatus.FINISHED_ABORTED)
+            host.llm.llm_engine.output_processor.abort_requests([name], internal=False)
+        return execute(*args, **kwargs)
+
+    host.core.model_executor.execute_model = aborting
+    try:
+        host.step()
+    finally:
+        side.build_connector_meta = real
+        host.core.model_executor.execute_model = execute
+    return bool(done)
+
+
+def random_aborts(host: Any, seed: int, count: int, lengths: list[int]) -> dict[str, int]:
+    """Requests that come and are aborted at random moments; some share prompts, so that they load."""
+    dice = random.Random(seed)
+    from engine_kit import prompt
+
+    prompts = [prompt(dice.randint(*lengths), seed=600 + i) for i in range(12)]
+    alive: dict[str, int] = {}
+    aborted = finished = made = 0
+    while aborted < count or alive:
+        while aborted + len(alive) < count + 6 and len(alive) < 6 and aborted < count:
+            name = host.add(dice.choice(prompts), tokens=dice.randint(1, 6))
+            alive[name] = dice.randint(0, 4)
+            made += 1
+        for name in [name for name, left in alive.items() if left <= 0]:
+            host.abort([name])
+            del alive[name]
+            aborted += 1
+        for name in host.step():
+            if alive.pop(name, None) is not None:
+                finished += 1
+        for name in alive:
+            alive[name] -= 1
+        if dice.random() < 0.1 and not host.scheduler.running:
+            host.reset()
+    return {"aborted": aborted, "finished": finished}
+
+
+def dependencies(host: Any) -> list[str]:
+    """Every call of the connector's sides to something else that may raise: object and method."""
+    return [f"{owner}.{method}" for owner, methods in _OWNERS.items() for method in methods]
+
+
+_OWNERS = {
+    "manager": (
+        "add_request", "extend_keys", "poll", "take", "hit_sources", "complete_load", "prepare_store",
+        "complete_store", "finish", "on_schedule_end", "advance", "take_commands", "next_deadline", "on_event",
+    ),
+    "driver": ("_arrive", "_hand_over"),
+    "copier": ("load", "store", "finished", "wait"),
+    "tier": ("probe", "submit_load", "submit_store", "poll", "touch", "cancel"),
+}  # fmt: skip
+
+
+def with_fault(host: Any, place: str, prompt: list[int]) -> dict[str, Any]:
+    """Serve a prompt while one method raises, at its first call and at every one; a plain serving follows."""
+    owner_name, method = place.split(".")
+    stack = host.side.stack
+    owner = {
+        "manager": stack.manager,
+        "driver": stack.driver,
+        "copier": host.worker._copier,
+        "tier": stack.tiers[0].tier,
+    }[owner_name]
+    real = getattr(owner, method)
+    calls = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        raise RuntimeError(f"made to fail: {place}")
+
+    host.drop_primary() if len(place) % 2 else None
+    setattr(owner, method, failing)
+    try:
+        answer = host.generate([prompt])[0]
+    finally:
+        setattr(owner, method, real)
+    host.run_out()
+    return {**answer, "calls": len(calls)}

@@ -1,0 +1,104 @@
+"""Aborts in every state, preemptions, failing loads, exceptions inside: the engine lives and leaks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from engine_kit import Engine, one, prompt, storage
+from engine_models import make
+
+pytestmark = pytest.mark.engine
+
+STATES = ("resolving", "fetching", "ready", "allocated", "loading", "loaded")
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("life")
+    with Engine(make(folder, request.param), storage(folder / "disk")) as started:
+        yield started
+
+
+def settled(engine: Engine) -> dict[str, object]:
+    """Counters after everything has ended."""
+    engine.run_out()
+    assert engine.settle()
+    return dict(engine.look())
+
+
+def clean(looked: dict[str, object]) -> None:
+    """Nothing is pinned, reserved or left behind."""
+    left = {name: looked[name] for name in ("pinned", "reserved", "quarantined", "requests", "jobs")}
+    assert left == dict.fromkeys(left, 0)
+    assert not looked["pending"]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_abort_in_each_state(engine: Engine, state: str) -> None:
+    engine.reset(connector=True)
+    tokens = prompt(900, seed=10)
+    right = one(engine, tokens)
+    engine.settle()
+    engine.reset()
+    engine.drop_primary()
+    start = settled(engine)["free_blocks"]
+    reached = engine.call(module="engine_scenes", function="abort_in", arguments={"state": state, "prompt": tokens})
+    assert reached == state
+    looked = settled(engine)
+    clean(looked)
+    assert looked["free_blocks"] == start
+    assert looked["faults"] == {}
+    assert one(engine, tokens)["tokens"] == right["tokens"]
+
+
+def test_a_thousand_random_aborts(engine: Engine) -> None:
+    engine.reset()
+    start = settled(engine)["free_blocks"]
+    counts = engine.call(
+        module="engine_scenes", function="random_aborts", arguments={"seed": 5, "count": 1000, "lengths": [200, 700]}
+    )
+    looked = settled(engine)
+    clean(looked)
+    engine.reset()
+    assert engine.look()["free_blocks"] == start
+    assert looked["faults"] == {}
+    assert counts["aborted"] >= 1000
+    assert one(engine, prompt(300, seed=77))["reason"] == "length"
+
+
+def test_a_failed_load_is_computed(engine: Engine) -> None:
+    engine.reset(connector=True)
+    tokens = prompt(900, seed=11)
+    right = one(engine, tokens)
+    engine.reset()
+    before = engine.look()
+    engine.load_faults(share=1.0, seed=1)
+    back = one(engine, tokens)
+    engine.heal()
+    after = settled(engine)
+    assert engine.started["policy"] is True
+    assert back["reason"] == "length"
+    assert back["tokens"] == right["tokens"]
+    assert after["load_failures"] == before["load_failures"] + 1
+    assert engine.stories()[0]["cause"] == "load_failed"
+    clean(after)
+
+
+def test_an_exception_at_every_dependency(engine: Engine) -> None:
+    engine.reset(connector=True)
+    tokens = prompt(700, seed=12)
+    right = one(engine, tokens)
+    places = engine.call(module="engine_scenes", function="dependencies", arguments={})
+    assert len(places) > 15
+    for place in places:
+        engine.reset()
+        raised = engine.call(
+            module="engine_scenes", function="with_fault", arguments={"place": place, "prompt": tokens}
+        )
+        assert raised["tokens"] == right["tokens"], (place, raised)
+        assert raised["reason"] == "length", place
+    engine.reset(connector=True)
+    assert one(engine, tokens)["tokens"] == right["tokens"]
+    engine.reset()
+    assert one(engine, tokens)["cached"] > 0

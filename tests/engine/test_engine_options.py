@@ -1,0 +1,80 @@
+"""Chunks of several blocks, chunked prefill, storing answers, pressure, per-request options, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_kit import TOLERANCE, Engine, difference, one, prompt, storage
+from engine_models import make
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder: Path = tmp_path_factory.mktemp("options")
+    extra = storage(folder / "disk", blocks_per_chunk=2, store="all")
+    with Engine(
+        make(folder, "gemma3"), extra, max_num_batched_tokens=256, max_model_len=1536, num_gpu_blocks_override=60
+    ) as started:
+        yield started
+
+
+def test_chunks_of_two_blocks_and_a_prefill_in_pieces(engine: Engine) -> None:
+    tokens = prompt(1100, seed=1)
+    cold = one(engine, tokens)
+    engine.reset()
+    planned = engine.planned(prompt=tokens)
+    back = one(engine, tokens)
+    assert back["cached"] == planned == 1024
+    assert difference(cold, back) <= TOLERANCE["float32"]
+
+
+def test_evicted_by_pressure(engine: Engine) -> None:
+    tokens = prompt(900, seed=2)
+    cold = one(engine, tokens)
+    for seed in range(20, 26):
+        one(engine, prompt(1000, seed=seed))
+    back = one(engine, tokens)
+    assert engine.stories()[0]["taken"] > 0
+    assert difference(cold, back) <= TOLERANCE["float32"]
+
+
+def test_answers_are_stored_too(engine: Engine) -> None:
+    tokens = prompt(500, seed=3)
+    first = one(engine, tokens, tokens=100)
+    engine.run_out()
+    engine.reset()
+    following = tokens + first["tokens"] + prompt(20, seed=30)
+    planned = engine.planned(prompt=following)
+    back = one(engine, following)
+    # A window of one block gives the first half of a chunk back before its second half is generated.
+    assert back["cached"] == planned >= 256
+    assert engine.look()["faults"] == {}
+
+
+def test_what_a_client_may_narrow(engine: Engine) -> None:
+    tokens = prompt(900, seed=4)
+    one(engine, tokens)
+    engine.settle()
+    engine.reset()
+    assert one(engine, tokens, params={"kvstrata": "off"})["cached"] == 0
+    engine.reset()
+    assert 0 < one(engine, tokens, params={"kvstrata": {"max_load_tokens": 800}})["cached"] <= 800
+    engine.reset()
+    engine.drop_primary()
+    assert one(engine, tokens, params={"kvstrata": {"load_tiers": []}})["cached"] == 0
+    other = prompt(900, seed=5)
+    one(engine, other, params={"kvstrata": {"store": "none"}})
+    engine.reset()
+    assert one(engine, other)["cached"] == 0
+
+
+def test_counters_reach_the_engines_own_metrics(engine: Engine) -> None:
+    found = engine.metrics()
+    looked = engine.look()
+    assert found["vllm:kvstrata_stored_chunks"] == looked["stored"] > 0
+    assert found["vllm:kvstrata_loaded_chunks"] == looked["loaded"] > 0
+    assert found["vllm:kvstrata_hit_tokens"] > 0

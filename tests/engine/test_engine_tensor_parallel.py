@@ -1,0 +1,36 @@
+"""Two ranks on one host: the same tokens from primary and after a restart; one bad rank is a miss for both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_kit import Engine, difference, one, prompt, storage
+from engine_models import make
+
+pytestmark = pytest.mark.engine
+PAIR = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+TOKENS = prompt(700, seed=1)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    model, disk = make(tmp_path, "llama"), storage(tmp_path / "disk")
+    with Engine(model, disk, PAIR, tensor_parallel_size=2) as engine:
+        cold = one(engine, TOKENS)
+        own = one(engine, TOKENS)
+        engine.reset()
+        back = one(engine, TOKENS)
+        assert back["cached"] == 640
+        assert difference(own, back) == 0.0
+        assert difference(cold, back) <= 1e-4
+        assert engine.settle()
+        assert engine.look()["stored"] == 5
+        assert engine.groups()[0]["bytes"] * 2 == engine.tell("chunk_bytes")[0]
+    with Engine(model, disk, {**PAIR, "ENGINE_TEST_BAD_RANK": "1"}, tensor_parallel_size=2) as again:
+        back = one(again, TOKENS)  # promoted from disk; rank 1 fails to copy it
+        looked = again.look()
+        assert (back["cached"], back["reason"]) == (0, "length")
+        assert back["tokens"] == own["tokens"]
+        assert looked["load_failures"] == 1
+        assert looked["pinned"] == 0
+        assert again.stories()[0]["cause"] == "load_failed"
