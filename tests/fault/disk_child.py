@@ -70,6 +70,7 @@ class Life:
         free = list(range(DEPTH))
         jobs: dict[int, tuple[int, TierJob]] = {}
         following = self.first
+        late: list[str] = []  # told behind the next submissions, so that a store is in flight whenever it dies
         while following < self.first + 4000:
             while free:
                 slot = free.pop()
@@ -84,15 +85,18 @@ class Life:
                 following += PER_JOB
                 if following % 64 == 0:
                     self.tier.flush()
+            for line in late:
+                tell(line)
+            late.clear()
             woken.wait(1.0)
             woken.clear()
             for event in self.tier.poll():
                 if isinstance(event, KeysDone) and event.done:
-                    tell("D " + " ".join(str(numbers[jobs[event.job_id][1].keys[i]]) for i in event.done))
+                    late.append("D " + " ".join(str(numbers[jobs[event.job_id][1].keys[i]]) for i in event.done))
                 elif isinstance(event, JobEnded):
                     free.append(jobs.pop(event.job_id)[0])
                 elif isinstance(event, KeysRemoved):
-                    tell("R " + " ".join(str(numbers[key]) for key in event.keys))
+                    late.append("R " + " ".join(str(numbers[key]) for key in event.keys))
 
     def watch(self) -> None:
         life = self

@@ -75,6 +75,13 @@ class JobRecord:
         return self.ended is not None and len(self.done) == len(self.job.keys)
 
 
+def _region(size: int) -> memoryview:
+    """Memory whose address is always the same within its page: what a tier does with a slot may depend on it."""
+    whole = np.full(size + 4096, POISON, np.uint8)
+    start = (16 - whole.ctypes.data) % 4096
+    return whole.data[start : start + size]
+
+
 class TierHarness:
     """One tier with a primary, a manual clock and a manual executor.
 
@@ -103,8 +110,7 @@ class TierHarness:
         self.probed: dict[int, ProbeDone] = {}
         self.events: list[TierEvent] = []
         self.checks: list[Callable[[], None]] = [self.check_limit]
-        self._region = bytearray([POISON]) * (slots * self._stride)
-        self._view = memoryview(self._region)
+        self._view = _region(slots * self._stride)
         self._free = list(range(slots))[::-1]
         self._slots: dict[int, list[int]] = {}
         self._next_job = 0

@@ -46,6 +46,7 @@ from kvstrata.types import (
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _LOOK_S = 1.0
+_GLANCE_S = 0.01
 _NOTICES = 32
 _TEST_PAYLOAD = bytes(range(256)) * 32
 _SCANNERS = 16
@@ -367,11 +368,16 @@ class DiskTier:
     def _drain(self, volume: Volume, workers: Workers, context: TierContext, timeout: float) -> bool:
         deadline = context.clock.monotonic() + timeout
         volume.poll()
+        glances = int(timeout / _GLANCE_S)
         while not volume.idle:
-            waited = workers.wait(max(deadline - context.clock.monotonic(), 0.0))
+            # A checkpoint in the making goes on with every poll, and the workers do not answer for it.
+            saving = volume.saving and glances > 0
+            glances -= saving
+            rest = max(deadline - context.clock.monotonic(), 0.0)
+            waited = workers.wait(min(rest, _GLANCE_S) if saving else rest)
             moved = volume.poll()
             late = context.clock.monotonic() >= deadline
-            if not volume.idle and (late or not moved) and not (waited and moved):
+            if not volume.idle and (late or not (moved or saving)) and not (waited and moved):
                 return False  # the workers have nothing more to say: it waits for time, or a device hangs
         return True
 

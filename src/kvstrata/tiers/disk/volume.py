@@ -58,6 +58,11 @@ class Volume:
         snapshot = self.upkeep.snapshot
         return not self.desk.ops and (snapshot is None or not snapshot.running)
 
+    @property
+    def saving(self) -> bool:
+        """Whether nothing but a checkpoint is on its way."""
+        return not self.desk.ops and not self.writes.queue and self.upkeep.snapshot is not None
+
     # what the tier is asked
 
     def probe(self, keys: Sequence[OffloadKey]) -> I8:
