@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.testing import chunk_keys
+from kvstrata.tiers.common.index import Index
 from kvstrata.tiers.fs.find import Found
-from kvstrata.tiers.fs.index import Index
 
 NAMES = chunk_keys(8)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvstrata.tiers.fs.record import HEADER_BYTES, Header, Identity, check_header, make_header
+from kvstrata.tiers.common.record import HEADER_BYTES, Header, Identity, check_header, make_header
 from kvstrata.types import FailCause
 
 IDENTITY = Identity(b"0123456789abcdef", 0x1122334455667788)

@@ -14,8 +14,8 @@ from kvstrata.errors import ConfigError, StateError
 from kvstrata.testing import TierHarness, chunk_key, chunk_keys, payload_of
 from kvstrata.testing.faulty_files import FaultyFileSystem
 from kvstrata.testing.tier_harness import NAMESPACE, OTHER_NAMESPACE
+from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.fs import FsTier
-from kvstrata.tiers.fs.record import HEADER_BYTES
 from kvstrata.types import FailCause, Presence
 
 BLOCK = 4096

@@ -7,17 +7,10 @@ import os
 import stat
 from dataclasses import dataclass
 
+from kvstrata.tiers.common.record import Identity
 from kvstrata.tiers.fs.files import FileSystem, close_quietly
 from kvstrata.tiers.fs.find import list_folders
-from kvstrata.tiers.fs.place import (
-    DIRECTORY_FLAGS,
-    LOCK_FILE,
-    TEMPORARY,
-    TEMPORARY_NAME,
-    Place,
-    open_folder,
-)
-from kvstrata.tiers.fs.record import Identity
+from kvstrata.tiers.fs.place import DIRECTORY_FLAGS, LOCK_FILE, TEMPORARY, TEMPORARY_NAME, Place, open_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ from collections.abc import Iterable
 
 from kvstrata.errors import ConfigError, StateError
 from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.common.index import Index, Name, Victim
+from kvstrata.tiers.common.jobs import Jobs
+from kvstrata.tiers.common.record import Identity
+from kvstrata.tiers.common.tasks import Ticket
 from kvstrata.tiers.fs.files import FileSystem, RealFileSystem
-from kvstrata.tiers.fs.index import Index
-from kvstrata.tiers.fs.jobs import Jobs
-from kvstrata.tiers.fs.place import Name, Place, Victim
-from kvstrata.tiers.fs.record import Identity
+from kvstrata.tiers.fs.place import Place
 from kvstrata.tiers.fs.scan import Scan
-from kvstrata.tiers.fs.tasks import StoreItem, Task, Ticket, UnlinkTask
+from kvstrata.tiers.fs.tasks import StoreItem, Task, UnlinkTask
 from kvstrata.types import Flushed, OffloadKey
 
 UNLINKS_PER_TASK = 256

@@ -7,9 +7,10 @@ import re
 import stat
 from dataclasses import dataclass
 
+from kvstrata.tiers.common.index import Name
+from kvstrata.tiers.common.record import HEADER_BYTES, check_header
 from kvstrata.tiers.fs.files import cause_of, close_quietly
-from kvstrata.tiers.fs.place import DIRECTORY_FLAGS, NAMESPACE_BYTES, READ_FLAGS, Folders, Name, Place, file_name
-from kvstrata.tiers.fs.record import HEADER_BYTES, check_header
+from kvstrata.tiers.fs.place import DIRECTORY_FLAGS, NAMESPACE_BYTES, READ_FLAGS, Folders, Place, file_name
 from kvstrata.types import KEY_BYTES, FailCause, OffloadKey
 
 _NAMESPACE_NAME = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}")

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstrata.tiers.common.index import Victim
+from kvstrata.tiers.common.tasks import Waiter
 from kvstrata.tiers.fs.core import Core
-from kvstrata.tiers.fs.place import Failure, Victim
-from kvstrata.tiers.fs.tasks import LoadItem, LoadTask, Waiter
+from kvstrata.tiers.fs.place import Failure
+from kvstrata.tiers.fs.tasks import LoadItem, LoadTask
 from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, TierJob, TierUsage
 
 TASK_KEYS = 32

@@ -20,15 +20,13 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import xxhash
 
+from kvstrata.tiers.common.index import Name, Victim, is_served
+from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, make_header
 from kvstrata.tiers.fs.files import FileStatus, FileSystem, cause_of, close_quietly
-from kvstrata.tiers.fs.record import HEADER_BYTES, Identity, check_header, make_header
-from kvstrata.types import KEY_BYTES, FailCause, OffloadKey
-
-Name: TypeAlias = bytes
+from kvstrata.types import FailCause, OffloadKey
 
 NAMESPACE_BYTES = 16
 LOCK_FILE = "kvstrata-fs.lock"
@@ -107,11 +105,6 @@ class Place:
         if cause in (FailCause.GONE, FailCause.IO_ERROR) and self.lost():
             return Failure(FailCause.IO_ERROR, lost=True)
         return Failure(cause, inode)
-
-
-def is_served(name: Name) -> bool:
-    """Whether a name stands for a chunk of the tier's own namespace that a load would accept."""
-    return len(name) == KEY_BYTES
 
 
 def split_name(place: Place, name: Name) -> tuple[bytes, OffloadKey]:
@@ -251,15 +244,6 @@ def _read_open(place: Place, fd: int, status: FileStatus, key: OffloadKey, targe
     if place.verify and xxhash.xxh3_128_digest(target) != header.digest:
         return FailCause.CORRUPT
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """A file that is to be removed: what it takes, and the version that must go (None: any)."""
-
-    name: Name
-    allocated: int
-    inode: int | None = None
 
 
 def remove_record(folders: Folders, victim: Victim) -> int | None:

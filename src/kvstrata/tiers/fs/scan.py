@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvstrata.tiers.common.index import Name
+from kvstrata.tiers.common.tasks import Ticket
 from kvstrata.tiers.fs.find import Found
-from kvstrata.tiers.fs.place import Name, Place
-from kvstrata.tiers.fs.tasks import ScanTask, SortTask, Task, Ticket
+from kvstrata.tiers.fs.place import Place
+from kvstrata.tiers.fs.tasks import ScanTask, SortTask, Task
 from kvstrata.types import OffloadKey
 
 MAX_AT_ONCE = 8

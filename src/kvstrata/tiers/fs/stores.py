@@ -7,12 +7,14 @@ sizes is reserved for it, so that neither the account nor the directory ever exc
 
 from __future__ import annotations
 
+from kvstrata.tiers.common.index import Victim, is_served
+from kvstrata.tiers.common.jobs import Job
+from kvstrata.tiers.common.record import HEADER_BYTES
+from kvstrata.tiers.common.tasks import Ticket, Waiter
 from kvstrata.tiers.fs.core import State
-from kvstrata.tiers.fs.jobs import Job
 from kvstrata.tiers.fs.loads import TASK_BYTES, TASK_KEYS, Loads
-from kvstrata.tiers.fs.place import Place, Victim, is_served
-from kvstrata.tiers.fs.record import HEADER_BYTES
-from kvstrata.tiers.fs.tasks import StoreItem, StoreTask, Ticket, UnlinkTask, Waiter
+from kvstrata.tiers.fs.place import Place
+from kvstrata.tiers.fs.tasks import StoreItem, StoreTask, UnlinkTask
 from kvstrata.types import KEY_BYTES, FailCause, OffloadKey, TierJob
 
 SCAN_PATIENCE_S = 5.0

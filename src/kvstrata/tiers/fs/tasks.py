@@ -1,26 +1,23 @@
-"""What workers do for the fs tier. A task carries its orders in and its results out; it shares nothing else.
-
-A task runs at most once. Whoever abandons it sets `abandoned` first and looks at `started` afterwards; the task sets
-`started` first and looks at `abandoned` afterwards. So one of the two sees the other, and the job it belongs to ends
-exactly once.
-"""
+"""What workers do for the fs tier. A task carries its orders in and its results out; it shares nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstrata.tiers.common import tasks
+from kvstrata.tiers.common.index import Name, Victim
+from kvstrata.tiers.common.record import Identity
+from kvstrata.tiers.common.tasks import Cancellable, Ticket, Waiter
 from kvstrata.tiers.fs.attach import Attached, Refusal, attach
 from kvstrata.tiers.fs.files import FileSystem
 from kvstrata.tiers.fs.find import Found, scan_folder
 from kvstrata.tiers.fs.place import (
     Failure,
     Folders,
-    Name,
     Place,
-    Victim,
     Written,
     file_name,
     read_record,
@@ -29,50 +26,19 @@ from kvstrata.tiers.fs.place import (
     sync_records,
     write_record,
 )
-from kvstrata.tiers.fs.record import Identity
 from kvstrata.types import FailCause, OffloadKey
 
-MAX_TEXT = 200
 
-
-class Task:
+class Task(tasks.Task):
     """One piece of blocking work. `run` must not touch anything but the task itself and the place."""
 
     place: Place | None = None
     """The place that the task works in; None for tasks that look for one."""
 
-    def __init__(self) -> None:
-        self.started = False
-        self.abandoned = False
-        self.crash: str | None = None
-        self.report: Callable[[Task], None] | None = None
-
-    def __call__(self) -> None:
-        self.started = True
-        if not self.abandoned:
-            try:
-                self.run()
-            except Exception as error:  # a worker survives everything, also our own faults
-                self.crash = f"{type(error).__name__}: {error}"[:MAX_TEXT]
-        if self.report is not None:
-            self.report(self)
-
-    def run(self) -> None:
-        """The work."""
-        raise NotImplementedError
-
     @property
     def lost(self) -> bool:
         """Whether the work found out that the directory is gone."""
         return False
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """One index of one job that an item answers."""
-
-    job_id: int
-    index: int
 
 
 @dataclass(slots=True, eq=False)
@@ -109,22 +75,6 @@ class LoadItem:
     failure: Failure | None = None
     skipped: bool = True
     """Not read, because its job was cancelled before."""
-
-
-@dataclass(slots=True, eq=False)
-class Cancellable:
-    """The part of a job that workers look at."""
-
-    cancelled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A flush or purge in progress: it is answered when `parts` tasks have reported."""
-
-    number: int
-    parts: int = 0
-    ok: bool = True
 
 
 class StoreTask(Task):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from kvstrata.errors import ConfigError, StateError
 from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.common.self_test import run_self_test
 from kvstrata.tiers.fs.attach import Refusal, attach
 from kvstrata.tiers.fs.core import State
-from kvstrata.tiers.fs.instruments import flip_payload_byte, run_self_test
+from kvstrata.tiers.fs.instruments import flip_payload_byte
 from kvstrata.tiers.fs.tasks import (
     AttachTask,
     FlushTask,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstrata.tiers.common.index import is_served
+from kvstrata.tiers.common.tasks import Ticket
 from kvstrata.tiers.fs.attach import Attached, Refusal
 from kvstrata.tiers.fs.core import State
-from kvstrata.tiers.fs.place import is_served
 from kvstrata.tiers.fs.scan import Scan
 from kvstrata.tiers.fs.stores import Stores
-from kvstrata.tiers.fs.tasks import AttachTask, FlushTask, ScanTask, SortTask, StrayTask, Task, Ticket, TouchTask
+from kvstrata.tiers.fs.tasks import AttachTask, FlushTask, ScanTask, SortTask, StrayTask, Task, TouchTask
 from kvstrata.types import FailCause, OffloadKey
 
 FLUSHES_PER_TASK = 64

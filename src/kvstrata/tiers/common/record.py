@@ -1,6 +1,6 @@
-"""The bytes of one chunk's file: a header of 128 bytes, then the payload (docs/format.md, "fs record").
+"""The bytes of one chunk, kept alone: a header of 128 bytes, then the payload (docs/format.md, "record of one chunk").
 
-All numbers are little endian.
+The value of a file (fs), an object (object) or a key (redis). All numbers are little endian.
 
     offset  size  field
          0     8  magic "KVSTRATA"
@@ -13,7 +13,7 @@ All numbers are little endian.
         76     4  zero
         80     8  payload length
         88    16  xxh3-128 of the payload, big endian as the digest functions give it
-       104    16  zero
+       104    16  zero; the place of a keyed tag, once there is one
        120     8  xxh3-64 of bytes 0 to 119
 """
 

@@ -1,11 +1,11 @@
-"""Jobs that the fs tier has accepted, and the events that it owes for them, in order."""
+"""Jobs that a tier has accepted, and the events that it owes for them, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstrata.tiers.fs.tasks import Cancellable
+from kvstrata.tiers.common.tasks import Cancellable
 from kvstrata.types import FailCause, JobEnded, KeysDone, KeysRemoved, OffloadKey, TierEvent
 
 

@@ -1,7 +1,11 @@
-"""What the fs tier's directory holds, in memory, and what it counts. Belongs to the caller's thread.
+"""What one writer's records take, in memory, in order of use. Belongs to the caller's thread.
 
 Bytes are in exactly one of two accounts: `held` (files that are there) and `reserved` (files that are being written
-or removed). Their sum never exceeds the limit, and what lies in the directory never exceeds their sum.
+or removed). Their sum never exceeds the limit, and what lies in the place never exceeds their sum. A "file" is one
+record, whatever the tier calls it: a file, an object, a value.
+
+A record is called by its *name*: the key for what the tier serves, and something longer (namespace + key) for what
+only takes room (another namespace, or a record that a load would not accept).
 """
 
 from __future__ import annotations
@@ -10,9 +14,39 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
-from kvstrata.tiers.fs.find import Found
-from kvstrata.tiers.fs.place import Name, Victim, is_served
+from kvstrata.types import KEY_BYTES
+
+Name: TypeAlias = bytes
+
+
+def is_served(name: Name) -> bool:
+    """Whether a name stands for a chunk of the tier's own namespace that a load would accept."""
+    return len(name) == KEY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A file that is to be removed: what it takes, and the version that must go (None: any)."""
+
+    name: Name
+    allocated: int
+    inode: int | None = None
+
+
+class Found(Protocol):
+    """One file that a scan found."""
+
+    @property
+    def name(self) -> Name:
+        """What it is called."""
+        ...
+
+    @property
+    def allocated(self) -> int:
+        """What it takes."""
+        ...
 
 
 @dataclass(slots=True)

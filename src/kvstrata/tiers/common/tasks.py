@@ -1,0 +1,63 @@
+"""The frame of work that a tier hands to its executor. A task carries its orders in and its results out.
+
+A task runs at most once. Whoever abandons it sets `abandoned` first and looks at `started` afterwards; the task sets
+`started` first and looks at `abandoned` afterwards. So one of the two sees the other, and the job it belongs to ends
+exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MAX_TEXT = 200
+
+
+class Task:
+    """One piece of blocking work. `run` must not touch anything of the tier but the task itself."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.abandoned = False
+        self.crash: str | None = None
+        self.report: Callable[[Any], None] | None = None
+        """Called by the worker with the task, as the last thing it does."""
+
+    def __call__(self) -> None:
+        self.started = True
+        if not self.abandoned:
+            try:
+                self.run()
+            except Exception as error:  # a worker survives everything, also our own faults
+                self.crash = f"{type(error).__name__}: {error}"[:MAX_TEXT]
+        if self.report is not None:
+            self.report(self)
+
+    def run(self) -> None:
+        """The work."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One index of one job that an item of a task answers."""
+
+    job_id: int
+    index: int
+
+
+@dataclass(slots=True, eq=False)
+class Cancellable:
+    """The part of a job that workers look at."""
+
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A flush or purge in progress: it is answered when `parts` tasks have reported."""
+
+    number: int
+    parts: int = 0
+    ok: bool = True
