@@ -160,7 +160,7 @@ def test_what_has_left_primary_is_not_offered_again() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     stack = stack_of(tiers=[sync_tier()])
     tier = core_of(stack).tiers[0]
-    stack.core._cascades._remember(tier, [b"%d" % i for i in range(MISSED_MOST + 10)])
+    stack.core._cascades._remember(tier.missed, [b"%d" % i for i in range(MISSED_MOST + 10)])
     assert len(tier.missed) == MISSED_MOST
     assert next(iter(tier.missed)) == b"10"
 

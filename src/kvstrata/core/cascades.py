@@ -21,7 +21,7 @@ from kvstrata.core.state import CoreState, TierState
 from kvstrata.types import I32, FailCause, JobKind, OffloadKey, Presence, TierJob
 
 MISSED_MOST = 65_536
-"""Most keys per tier that are remembered to be offered again."""
+"""Most keys per tier that are remembered to be offered again, or to be offered for another request."""
 
 BATCH = 64
 """Most chunks of one cascade job: what one header block of the disk tier describes."""
@@ -37,18 +37,34 @@ class Cascades:
     def offer(self, keys: Sequence[OffloadKey], digests: Mapping[OffloadKey, bytes], admit: TierFilter) -> None:
         """Queue freshly stored keys, in chain order, for every tier that the request may store to."""
         for tier in self._core.tiers:
-            if not admit.accepts(tier.port):
-                continue
-            room = max(self._core.config.cascade_queue - len(tier.cascades), 0)
-            tier.cascades.extend((key, digests.get(key)) for key in keys[:room])
-            tier.counters.cascade_dropped += len(keys) - len(keys[:room])
-            self._remember(tier, keys[room:])
+            if admit.accepts(tier.port):
+                self._queue(tier, keys, digests)
+            else:
+                self._remember(tier.withheld, keys)
 
-    def _remember(self, tier: TierState, keys: Sequence[OffloadKey]) -> None:
+    def claim(self, keys: Sequence[OffloadKey], admit: TierFilter) -> None:
+        """A request would store keys that primary has: tiers that were not to get them from others get them now."""
+        for tier in self._core.tiers:
+            claimed = [key for key in keys if key in tier.withheld] if tier.withheld else []
+            if claimed and admit.accepts(tier.port):
+                self._queue(tier, claimed, {})
+                self._core.pump = True
+
+    def _queue(self, tier: TierState, keys: Sequence[OffloadKey], digests: Mapping[OffloadKey, bytes]) -> None:
+        for key in keys if tier.withheld else ():
+            tier.withheld.pop(key, None)
+        room = max(self._core.config.cascade_queue - len(tier.cascades), 0)
+        tier.cascades.extend((key, digests.get(key)) for key in keys[:room])
+        tier.counters.cascade_dropped += len(keys) - len(keys[:room])
+        self._remember(tier.missed, keys[room:])
+
+    @staticmethod
+    def _remember(memory: OrderedDict[OffloadKey, None], keys: Sequence[OffloadKey]) -> None:
+        """Note keys; the oldest are forgotten."""
         for key in keys:
-            tier.missed[key] = None
-            if len(tier.missed) > MISSED_MOST:
-                tier.missed.popitem(last=False)
+            memory[key] = None
+            if len(memory) > MISSED_MOST:
+                memory.popitem(last=False)
 
     def pump(self) -> None:
         """Hand over what the share, the breaker and waiting loads admit."""
@@ -149,7 +165,7 @@ class Cascades:
             tier.offer_s = min(max(2 * tier.offer_s, core.config.backoff_s), core.config.backoff_max_s)
             tier.offer_at = core.now + tier.offer_s
         if job.generation == core.generation:
-            self._remember(tier, [job.keys[i] for i, _ in failures])
+            self._remember(tier.missed, [job.keys[i] for i, _ in failures])
 
     def _unpin(self, job: Job, index: Sequence[int]) -> None:
         """Chunks that the tier reads no more."""
@@ -199,5 +215,6 @@ class Cascades:
             tier.counters.cascade_lapsed += len(tier.cascades)
             tier.cascades.clear()
             tier.missed.clear()
+            tier.withheld.clear()
             if purged:
                 tier.purged_through = self._core.generation

@@ -35,6 +35,8 @@ class Job:
     cancelled: bool = False
     store_tiers: TierFilter = ALL_TIERS
     """Stores: where the chunks may go after they are published."""
+    claims: list[tuple[OffloadKey, TierFilter]] = field(default_factory=list)
+    """Stores: keys that other requests were going to store too, and where those may go."""
     unpinned: set[int] = field(default_factory=set)
     """Cascades: indices whose slots are not pinned by the job any more."""
     quarantined: list[int] = field(default_factory=list)

@@ -295,7 +295,7 @@ class TieringOffloadingManager:
         for keys in request.keys:
             slots = residency.find(keys) if keys else np.empty(0, np.int32)
             slots = slots[slots >= 0]
-            residency.touch(slots[residency.state[slots] == READY])
+            residency.touch(slots[residency.state[slots] == READY], used=False)
 
     # -- the per-key door
 

@@ -395,14 +395,18 @@ class Residency:
             for kind, part in self._by_kind(shown):
                 self.policies[kind].show(part.tolist())
 
-    def touch(self, slots: Slots) -> None:
-        """READY slots were used now; chain order, head first. Slots in other states are passed over."""
+    def touch(self, slots: Slots, *, used: bool = True) -> None:
+        """READY slots were used now; chain order, head first. Slots in other states are passed over.
+
+        Without `used` they become the newest, but for no use.
+        """
         numbers = _array(slots)
         numbers = numbers[self.table.state[numbers] == READY]
         if len(numbers):
             self.table.stamp_now(numbers)
             for kind, part in self._by_kind(numbers):
-                self.policies[kind].touch(part.tolist())
+                policy = self.policies[kind]
+                (policy.touch if used else policy.renew)(part.tolist())
 
     # Looking at it.
 

@@ -62,6 +62,8 @@ class TierState:
     cascades_out: int = 0
     missed: OrderedDict[OffloadKey, None] = field(default_factory=OrderedDict)
     """Keys whose cascade was dropped or failed, to be offered again when the tier has recovered; bounded."""
+    withheld: OrderedDict[OffloadKey, None] = field(default_factory=OrderedDict)
+    """Keys that were stored by requests which may not store to this tier, for another that may; bounded."""
     offer_at: float | None = None
     """A store has failed: nothing that was missed is offered again before then."""
     offer_s: float = 0.0

@@ -8,9 +8,10 @@ import numpy as np
 
 from kvstrata.core.cascades import Cascades
 from kvstrata.core.ledger import Job
-from kvstrata.core.messages import StorePlan
+from kvstrata.core.messages import ALL_TIERS, StorePlan
 from kvstrata.core.promotions import Promotions
 from kvstrata.core.requests import Request
+from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState
 from kvstrata.types import I32, JobKind, OffloadKey, key_group
 
@@ -22,6 +23,8 @@ class Stores:
         self._core = core
         self._promotions = promotions
         self._cascades = cascades
+        self._narrowed = False
+        """Whether any store was one that not all tiers may get."""
 
     def plan(self, request: Request, chunks: Sequence[tuple[int, int]]) -> StorePlan | None:
         """Slots for those of `chunks` (group, chunk index; chain order) that are not present, as many as fit.
@@ -33,7 +36,10 @@ class Stores:
             return None
         chunks = list(dict.fromkeys(chunks))
         keys = [request.keys[g][i] for g, i in chunks]
-        absent = np.flatnonzero(core.residency.find(keys) < 0).tolist()
+        found = core.residency.find(keys)
+        absent = np.flatnonzero(found < 0).tolist()
+        if self._narrowed and len(absent) < len(keys):
+            self._claim(request, keys, found)
         chunks, keys = [chunks[i] for i in absent], [keys[i] for i in absent]
         slots = self._reserve(keys, [g for g, _ in chunks]) if keys else None
         if slots is None:
@@ -45,9 +51,23 @@ class Stores:
             JobKind.STORE, core.generation, slots, keys, request.request_id, core.now, reports=core.ranks
         )
         job.store_tiers = request.options.store_tiers
+        self._narrowed |= job.store_tiers != ALL_TIERS
         core.residency.job[slots] = job.job_id
         offsets, lengths = core.ranges_of(slots)
         return StorePlan(job.job_id, request.request_id, chunks, slots, offsets, lengths, keys)
+
+    def _claim(self, request: Request, keys: Sequence[OffloadKey], found: I32) -> None:
+        """What others have stored, or are storing, for fewer tiers goes to the rest of this request's."""
+        residency, admit = self._core.residency, request.options.store_tiers
+        ready = []
+        for key, slot in zip(keys, found.tolist(), strict=True):
+            if slot >= 0 and residency.state[slot] == READY:
+                ready.append(key)
+            elif slot >= 0:
+                job = self._core.ledger.get(int(residency.job[slot]))
+                if job is not None and job.kind is JobKind.STORE:
+                    job.claims.append((key, admit))
+        self._cascades.claim(ready, admit)
 
     def _reserve(self, keys: Sequence[OffloadKey], groups: Sequence[int]) -> I32 | None:
         """The longest leading part that can be placed; None if not even one chunk can."""
@@ -97,6 +117,8 @@ class Stores:
             if request is not None:
                 request.anchors[group] = core.residency.key_of(int(chain[-1])) or b""
         self._cascades.offer(job.keys, digests, job.store_tiers)
+        for key, admit in job.claims:
+            self._cascades.claim([key], admit)
 
     def _anchor(self, request: Request, group: int) -> int:
         """The slot of the last chunk stored for this request, if it is still there: the chain goes on behind it."""

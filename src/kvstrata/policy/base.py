@@ -34,6 +34,13 @@ class EvictionPolicy(Protocol):
         """Marks `slots` as used now; chain order again, so the last one is the coldest of them."""
         ...
 
+    def renew(self, slots: Sequence[int]) -> None:
+        """Marks `slots` as the newest although nothing used them again: the request that left them has ended.
+
+        By default that is a use; a policy that counts uses must not count it.
+        """
+        self.touch(slots)
+
     def remove(self, slots: Sequence[int]) -> None:
         """Forgets `slots`, for any reason but eviction."""
         ...

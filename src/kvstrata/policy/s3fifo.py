@@ -73,6 +73,9 @@ class S3FIFO(ChainQueues, EvictionPolicy):
                 uses[node] += 1
         self.show(slots)
 
+    def renew(self, slots: Sequence[int]) -> None:
+        self.show(slots)
+
     def evicted(self, slots: Sequence[int]) -> None:
         ghosts, order = self._ghosts, self._ghost_order
         for slot in slots:

@@ -85,7 +85,7 @@ class PolicyContract:
     def test_empty_calls_do_nothing(self) -> None:
         policy, model = self.filled([1, 2])
         policy.insert([])
-        for call in (policy.touch, policy.remove, policy.evicted, policy.hide, policy.show):
+        for call in (policy.touch, policy.renew, policy.remove, policy.evicted, policy.hide, policy.show):
             call([])
         model.check(policy)
 
