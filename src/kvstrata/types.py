@@ -51,12 +51,15 @@ class LookupResult(enum.Enum):
 class Presence(enum.IntEnum):
     """What is known of one key at one place; the values of int8 presence arrays.
 
-    UNKNOWN also stands for "being written": a tier that is itself still writing a key does not know yet.
+    UNKNOWN also stands for "being written": a tier that is itself still writing a key does not know yet. ASSUMED is
+    never a tier's answer: the core infers it where asking costs a round trip. It counts as present for a plan, which
+    finds out by fetching.
     """
 
     ABSENT = 0
     UNKNOWN = 1
     PRESENT = 2
+    ASSUMED = 3
 
 
 class FailCause(enum.StrEnum):
@@ -188,7 +191,7 @@ class Capabilities:
     sync_probe: bool
     """`probe` answers at once from memory; otherwise it returns a ticket and answers by `ProbeDone`."""
     probe_cost_s: float = 0.0
-    """Round trip of one probed key, in seconds; above 0 probes gallop."""
+    """Round trip of one probe, in seconds; above 0 probes of prefix groups gallop (unless they answer at once)."""
     max_batch: int = 1024
     """Most keys in one probe or job."""
     shared: bool = False

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstrata.core.clocks import Pace
+from kvstrata.core.galloping import ASKED, NOT_ASKED
 from kvstrata.core.grants import Grants
 from kvstrata.core.loads import Loads
 from kvstrata.core.messages import LoadPlan, RequestContext, RequestOptions
-from kvstrata.core.presence import ASKED, NOT_ASKED, PresenceBook
+from kvstrata.core.presence import PresenceBook
 from kvstrata.core.promotions import Promotions, slot_array
 from kvstrata.core.requests import Door, Request, RequestState
 from kvstrata.core.slots import READY

@@ -13,16 +13,18 @@ from itertools import takewhile
 
 import numpy as np
 
+from kvstrata.core import galloping
+from kvstrata.core.galloping import ASKED, NOT_ASKED
 from kvstrata.core.requests import Request
 from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState, TierState
+from kvstrata.layout.planner import Decision
+from kvstrata.layout.spans import NOTHING
 from kvstrata.types import I8, I32, I64, OffloadKey, Presence, ProbeDone
 
 STEP = 1024
 """Keys of a full-attention group that are looked at before checking for the first absent one."""
 
-NOT_ASKED = -1
-ASKED = -2
 NOT_READ = -1
 """Source of a chunk that no tier needs to be read for: it is in primary, or nowhere."""
 
@@ -136,8 +138,13 @@ class PresenceBook:
             answers = self._answers(request, tier, group, part.start, keys, missing)
             self._core.verdicts.mask(tier.index, keys, missing, answers, self._core.now)
             unknown = missing[answers == Presence.UNKNOWN]
-            view[unknown] = Presence.UNKNOWN
+            view[unknown[view[unknown] == Presence.ABSENT]] = Presence.UNKNOWN
             must_retry |= bool(len(unknown)) and tier.port.capabilities.sync_probe
+            if tier.gallops:
+                assumed = missing[answers == Presence.ASSUMED]
+                assumed = assumed[view[assumed] != Presence.ASSUMED]  # the nearest that is assumed to have it
+                view[assumed] = Presence.ASSUMED
+                source_view[assumed] = tier.index
             found = missing[answers == Presence.PRESENT]
             view[found] = Presence.PRESENT
             source_view[found] = tier.index
@@ -149,7 +156,10 @@ class PresenceBook:
     ) -> I8:
         """What one tier says of `keys[missing]`: asked on the spot, or what its probes have said so far."""
         if not tier.port.capabilities.sync_probe:
-            kept = self._kept(request, tier, group)[start + missing]
+            kept = self._kept(request, tier, group)[start:]
+            if self._assumes(request, tier, group):
+                kept = galloping.inferred(kept)
+            kept = kept[missing]
             return np.where(kept < 0, Presence.UNKNOWN, kept).astype(np.int8)
         wanted = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
         answers = tier.port.probe(wanted)
@@ -177,12 +187,31 @@ class PresenceBook:
             by_group[group] = np.concatenate([by_group[group], np.full(short, NOT_ASKED, np.int8)])
         return by_group[group]
 
+    def _assumes(self, request: Request, tier: TierState, group: int) -> bool:
+        """Whether answers of the tier stand for chunks that it was not asked for."""
+        return tier.gallops and tier.index not in request.plain and self._core.layout.groups[group].kind.prefix
+
+    def doubts(self, request: Request, gathered: Gathered, decision: Decision) -> list[I64] | None:
+        """Chunks that a decided boundary needs but does not load, and that are only assumed; None if there are none.
+
+        What is loaded proves itself; a drafter's next chunk must be asked for.
+        """
+        found, layout = [NOTHING] * len(request.keys), self._core.layout
+        if decision.boundary > request.computed and any(tier.gallops for tier in self._core.tiers):
+            needed = layout.needed_ranges(decision.boundary, request.computed)
+            for g, (_, end) in enumerate(needed):
+                flags = gathered.presence[g]
+                if layout.groups[g].drafter and end <= len(flags) and flags[end - 1] == Presence.ASSUMED:
+                    found[g] = np.array([end - 1], np.int64)
+        return found if any(len(index) for index in found) else None
+
     # -- probes of asynchronous tiers
 
-    def ask(self, request: Request, wanted: Sequence[I64]) -> bool:
+    def ask(self, request: Request, wanted: Sequence[I64], gathered: Gathered) -> bool:
         """Probe the chunks that the planner named, in every allowed tier that was not asked for them yet.
 
-        True if some answers came at once, so that it is worth deciding again.
+        Tiers that gallop are asked for some of them in each round. True if some answers came at once, so that it is
+        worth deciding again.
         """
         core, at_once = self._core, False
         for tier in core.tiers:
@@ -193,7 +222,13 @@ class PresenceBook:
             for group, index in enumerate(wanted):
                 kept = self._kept(request, tier, group)
                 index = index[index < len(kept)]
-                index = index[kept[index] == NOT_ASKED]
+                if self._assumes(request, tier, group):
+                    index = galloping.next_round(kept, index)
+                elif tier.gallops and len(index) and not core.layout.groups[group].kind.prefix:
+                    first = request.computed // core.layout.tokens_per_chunk[group]
+                    index = galloping.reach(kept, index, gathered.presence[group], first)
+                else:
+                    index = index[kept[index] == NOT_ASKED]
                 for at in range(0, len(index), tier.port.capabilities.max_batch):
                     part = index[at : at + tier.port.capabilities.max_batch]
                     keys = [request.keys[group][i] for i in part.tolist()]

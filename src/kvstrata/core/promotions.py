@@ -6,7 +6,7 @@ that reads it. Its waiters, in order, are kept here; they hold the slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -291,7 +291,8 @@ class Promotions:
         live = slots[(core.residency.job[slots] == job.job_id) & (core.residency.state[slots] == RESERVED)]
         if len(live):
             core.account.failed(live)
-            self.fail_waiters(live)
+            gone = {int(job.slots[i]) for i, cause in failures if cause is FailCause.GONE} if tier.gallops else set()
+            self.fail_waiters(live, tier, gone)
             self._quarantine(job, live)
 
     def _blame(self, job: Job, failures: Sequence[tuple[int, FailCause]]) -> None:
@@ -304,8 +305,12 @@ class Promotions:
         elif any(cause is not FailCause.CANCELLED for _, cause in failures):
             tier.reads.success()
 
-    def fail_waiters(self, slots: I32) -> None:
-        """The chunks of these reserved slots will not come: they are absent for everybody who waits for them."""
+    def fail_waiters(self, slots: I32, tier: TierState | None = None, gone: Collection[int] = ()) -> None:
+        """The chunks of these reserved slots will not come: they are absent for everybody who waits for them.
+
+        `tier` is the one that failed to deliver them, if one was asked. It simply lacks what is in `gone`: for whom
+        that was an assumption, another tier may still have it.
+        """
         residency = self._core.residency
         for slot in slots.tolist():
             key = residency.key_of(slot)
@@ -315,7 +320,11 @@ class Promotions:
                 request.pending -= 1
                 request.round_failed = True
                 if key is not None:
-                    request.failed.add(key)
+                    group = int(residency.group[slot])
+                    if tier is None or slot not in gone or not request.mistaken(tier.index, group, key):
+                        request.failed.add(key)
+                if tier is not None:
+                    request.plain.add(tier.index)
                 self._core.dirty[request] = None
         self._core.room = True
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvstrata.core.clocks import WaitClock
 from kvstrata.core.messages import AnswerCause, RequestContext, RequestOptions, TierPort
 from kvstrata.errors import InternalError, StateError
-from kvstrata.types import I8, I32, LookupResult, OffloadKey
+from kvstrata.types import I8, I32, LookupResult, OffloadKey, Presence
 
 
 class RequestState(enum.Enum):
@@ -96,6 +96,8 @@ class Request:
     """Keys that are absent for this request because bringing them failed; in primary they count again."""
     unloadable: set[OffloadKey] = field(default_factory=set)
     """Keys whose load failed: absent for this request wherever they are."""
+    plain: set[int] = field(default_factory=set)
+    """Tiers that failed to deliver a chunk to this request: nothing is assumed of them any more."""
     round_failed: bool = False
     rounds: int = 0
     byte_limit: int | None = None
@@ -159,6 +161,19 @@ class Request:
         """The slot is not held any more."""
         self.key_slots.pop(slot, None)
         self.slots = [held[held != slot] for held in self.slots]
+
+    def mistaken(self, tier: int, group: int, key: OffloadKey) -> bool:
+        """The tier lacks a chunk of the plan; if it was only assumed to have it, note that and return True."""
+        if tier not in self.answers or group >= len(self.ranges):
+            return False
+        lo, hi = self.ranges[group]
+        if key not in self.keys[group][lo:hi]:
+            return False
+        kept, index = self.answers[tier][group], self.keys[group].index(key, lo)
+        if index >= len(kept) or kept[index] >= 0:
+            return False
+        kept[index] = Presence.ABSENT
+        return True
 
     @property
     def hit(self) -> int:

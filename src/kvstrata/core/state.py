@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstrata.core.breakers import Breaker, BreakerState
+from kvstrata.core.galloping import gallops
 from kvstrata.core.ledger import Ledger
 from kvstrata.core.messages import CacheEvent, Command, EventKind, TierPort
 from kvstrata.core.requests import Request, RequestTable
@@ -46,6 +47,8 @@ class TierState:
     port: TierPort
     reads: Breaker
     writes: Breaker
+    gallops: bool = False
+    """Its probes cost a round trip: few keys are asked, the rest is inferred."""
     counters: TierCounters = field(default_factory=TierCounters)
     queue: deque[Batch] = field(default_factory=deque)
     """Promotions that keep their slots and wait for their turn."""
@@ -93,7 +96,10 @@ class CoreState:
         self.verdicts = Verdicts(config.max_verdicts, config.backoff_s, config.backoff_max_s)
         self.counters = Counters()
         self.account = PromotionAccount(self.counters, residency)
-        self.tiers = [TierState(i, port, self._breaker(), self._breaker()) for i, port in enumerate(ports)]
+        self.tiers = [
+            TierState(i, port, self._breaker(), self._breaker(), gallops(port.capabilities))
+            for i, port in enumerate(ports)
+        ]
         self.commands: list[Command] = []
         self.events: deque[CacheEvent] = deque()
         self.events_on = False

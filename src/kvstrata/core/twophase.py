@@ -146,9 +146,10 @@ class TwoPhaseDoor:
                 limit=self._limit(request),
                 byte_limit=request.byte_limit,
             )
-            if decision.decided:
+            wanted = self._presence.doubts(request, gathered, decision) if decision.decided else decision.probe
+            if wanted is None:
                 break
-            if not self._presence.ask(request, decision.probe):
+            if not self._presence.ask(request, wanted, gathered):
                 self._wait_for_probes(request, retry=gathered.must_retry or not request.probes_out)
                 return False
         request.boundary, request.ranges = decision.boundary, decision.ranges
@@ -365,6 +366,7 @@ class TwoPhaseDoor:
         request.order = 0
         request.clock = None
         request.rounds = 0
+        request.plain.clear()
         request.primary_only = False
         request.byte_limit = None
         request.retry_s = 0.0

@@ -73,7 +73,10 @@ def model_tiers(choices: Choices, profile: Profile) -> list[Tier]:
             medium=choices.pick((Medium.CPU, Medium.NVME)),
             locality=choices.pick((Locality.LOCAL, Locality.SHARED)),
             capabilities=Capabilities(
-                sync, max_batch=choices.pick((1024, 3, 1)), shared=choices.below(2) == 1
+                sync,
+                probe_cost_s=0.0 if sync else choices.pick((0.0, 0.02)),
+                max_batch=choices.pick((1024, 3, 1)),
+                shared=choices.below(2) == 1,
             ),
         )  # fmt: skip
         tier.purging = []
