@@ -212,6 +212,8 @@ class DiskTier:
         self._workers = self._make_workers(context, outcome, workshop)
         self._volume = Volume(self._files, outcome, self._workers, context, self._settings, self._events, self._jobs)
         self._state, self._status, self._look_at = TierState.OPEN, "", now + _LOOK_S
+        if not outcome.direct:
+            _log.info("tier %s: the file system of %s takes no direct I/O: buffered", self.name, self._path)
         for note in outcome.notes:
             _log.info("tier %s: %s", self.name, note)
 
