@@ -80,6 +80,7 @@ def test_exceptions_to_the_length_are_still_needed() -> None:
         assert FILES[path].count("\n") > checkers.MAX_FILE_LINES
 
 
+@pytest.mark.scenario_104
 def test_every_module_imports_without_an_engine_and_without_a_thread() -> None:
     names = [f"kvstrata.{path.removesuffix('.py').replace('/', '.')}" for path in FILES]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]

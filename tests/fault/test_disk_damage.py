@@ -232,6 +232,7 @@ def test_a_record_that_was_found_bad_does_not_come_back_from_the_checkpoint() ->
     reopened_without(disk, rig, keys, {3})
 
 
+@pytest.mark.scenario_59
 def test_a_segment_is_not_used_again_while_a_load_reads_it() -> None:
     disk = SimDisk()
     files = FaultyFiles(SimFiles(disk))

@@ -129,6 +129,8 @@ def test_what_was_stored_is_loaded_and_survives_close(rig: Rig, tmp_path: Path) 
     again.end()
 
 
+@pytest.mark.scenario_80
+@pytest.mark.scenario_79
 @pytest.mark.slow
 def test_kill_of_the_io_process_fails_every_job_and_it_comes_back(rig: Rig) -> None:
     assert rig.run("store", 0) == (COUNT, set())
@@ -210,6 +212,7 @@ print(most, total, samples, flush=True)
 """
 
 
+@pytest.mark.scenario_16
 @pytest.mark.slow
 def test_the_limit_holds_at_every_millisecond_under_four_writers(tmp_path: Path) -> None:
     place = tmp_path / "tier"

@@ -163,6 +163,7 @@ def test_min_free_is_kept_and_young_files_are_evicted_for_it(root: Path) -> None
     rig.close()
 
 
+@pytest.mark.scenario_70
 def test_an_eviction_that_fails_keeps_the_account_true_and_is_tried_again(root: Path) -> None:
     rig = Rig(root, limit=4 * BLOCK).open()
     keys = chunk_keys(8)

@@ -64,6 +64,7 @@ class Sessions:
             self.loaded += 1
 
 
+@pytest.mark.scenario_39
 @pytest.mark.slow
 def test_many_sessions_on_threads(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path / "cache", seed=3)

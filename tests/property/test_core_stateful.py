@@ -36,6 +36,8 @@ RUNS = {
 }
 
 
+@pytest.mark.scenario_117
+@pytest.mark.scenario_42
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_random_walks(name: str) -> None:

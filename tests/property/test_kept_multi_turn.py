@@ -92,6 +92,7 @@ def test_random_layouts_lose_no_next_turn(batch: int) -> None:
     assert hits > 60
 
 
+@pytest.mark.scenario_143
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("chunk_tokens", [128, 100])
 def test_presets_lose_no_next_turn(name: str, chunk_tokens: int) -> None:

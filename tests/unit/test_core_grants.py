@@ -91,6 +91,7 @@ def test_fifty_waiting_requests_against_a_primary_that_holds_two() -> None:
     go_idle(stack)
 
 
+@pytest.mark.scenario_1
 def test_a_waiting_queue_promotes_no_more_than_what_can_be_admitted() -> None:
     tier = sync_tier().auto()
     stack = stack_of(tiers=[tier], config=settings(8, silence_s=1e6))

@@ -101,6 +101,7 @@ def test_primary_is_asked_first_and_its_answers_end_the_call() -> None:
 # rule 3
 
 
+@pytest.mark.scenario_114
 def test_the_tier_filter_lets_a_matching_tier_through_and_gives_others_no_probe() -> None:
     disk, store = sync_tier("disk", medium=Medium.NVME), sync_tier("store", medium=Medium.OBJECT)
     stack = stack_of(tiers=[store, disk])
@@ -248,6 +249,7 @@ def test_a_request_that_joins_an_abandoned_read_holds_what_lands() -> None:
 # rule 5
 
 
+@pytest.mark.scenario_14
 def test_primary_full_of_pinned_chunks_is_a_miss_and_nothing_is_queued() -> None:
     tier = sync_tier()
     stack = stack_of(tiers=[tier], config=settings(4))
@@ -439,6 +441,7 @@ def test_probes_of_one_step_go_out_in_one_batch_per_tier() -> None:
     assert len(tier.calls_of("probe")) == 1
 
 
+@pytest.mark.scenario_89
 def test_after_finish_no_tier_is_probed_for_the_request() -> None:
     tier = async_tier()
     stack = stack_of(tiers=[tier])
@@ -448,6 +451,7 @@ def test_after_finish_no_tier_is_probed_for_the_request() -> None:
     assert tier.keys_touched["probe"] == 0
 
 
+@pytest.mark.scenario_89
 def test_after_finish_no_tier_is_read_for_the_request() -> None:
     tier = sync_tier()
     stack = stack_of(tiers=[tier])
@@ -548,6 +552,7 @@ def test_a_miss_inside_the_window_lets_the_scan_find_the_next_one_to_the_left() 
     assert window_scan(stack, "a", keys, 2) == (6, False)
 
 
+@pytest.mark.scenario_12
 def test_pending_counts_in_the_streak_and_retry_does_not() -> None:
     near, far = sync_tier("near"), async_tier("far")
     stack = stack_of(tiers=[near, far])

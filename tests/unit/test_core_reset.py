@@ -337,6 +337,7 @@ def test_queued_cascades_of_the_old_generation_are_dropped() -> None:
     assert statistics(stack).tiers["near"].cascade_lapsed == 4
 
 
+@pytest.mark.scenario_144
 @BOTH
 def test_reset_returns_within_one_call_while_a_tier_hangs_in_everything(reason: ResetReason) -> None:
     tier = async_tier()

@@ -70,6 +70,7 @@ def test_a_chunk_named_twice_is_stored_once() -> None:
     assert list(plan.chunks) == [(0, 0), (0, 1)]
 
 
+@pytest.mark.scenario_118
 def test_a_store_is_published_per_job_and_not_per_request() -> None:
     stack = stack_of()
     stack.add("a", 64)
@@ -85,6 +86,7 @@ def test_a_store_is_published_per_job_and_not_per_request() -> None:
     assert stack.poll("b", 0, 64).hit == 64
 
 
+@pytest.mark.scenario_83
 def test_a_store_is_published_when_all_ranks_have_reported() -> None:
     stack = stack_of(ranks=3)
     stack.add("a", 64)
@@ -164,6 +166,7 @@ def test_the_tail_goes_first_in_every_group() -> None:
     assert all(flags == sorted(flags, reverse=True) for flags in left)
 
 
+@pytest.mark.scenario_47
 def test_a_load_pins_its_source_until_every_rank_has_acknowledged() -> None:
     stack = stack_of(config=wide(4), ranks=2)
     keys = fill_ranks(stack)

@@ -227,6 +227,7 @@ def test_the_lock_of_a_dead_owner_is_free(root: Path) -> None:
 # temporary files
 
 
+@pytest.mark.scenario_18
 def test_temporary_files_of_dead_owners_are_swept_and_of_others_left(root: Path) -> None:
     rig = make(root).open()
     rig.store(chunk_keys(2))
@@ -245,6 +246,7 @@ def test_temporary_files_of_dead_owners_are_swept_and_of_others_left(root: Path)
 # order of eviction
 
 
+@pytest.mark.scenario_66
 def test_recency_outlives_a_restart(root: Path) -> None:
     rig = make(root, limit=6 * BLOCK).open()
     keys = chunk_keys(9)

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 
 from kvstrata.transfer.device import DeviceCopier, DeviceLayer, merge
 from kvstrata.transfer.numpy_copy import NumpyCopier
@@ -91,6 +92,7 @@ def piece(group: int, blocks: list[int], places: list[int]) -> Piece:
     return Piece(group, np.array(blocks, np.int64), np.array(places, np.int64))
 
 
+@pytest.mark.scenario_30
 def test_no_read_of_a_block_before_what_the_engine_queued() -> None:
     bench = Bench()
     bench.copier.store(1, [piece(0, [3, 4], [0, 80]), piece(1, [5], [512])])
@@ -107,6 +109,7 @@ def test_one_launch_for_each_group_of_a_job() -> None:
     assert sum(what == "copy" for _, what, _ in bench.gpu.log) == 2
 
 
+@pytest.mark.scenario_30
 def test_the_engine_goes_on_only_behind_the_copies_that_it_waits_for() -> None:
     bench = Bench()
     bench.copier.store(1, [piece(1, [5], [0])])

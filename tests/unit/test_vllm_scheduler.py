@@ -114,6 +114,7 @@ def test_a_failed_load_is_told_and_not_offered_again(side: SchedulerSide) -> Non
     assert pins(side) == 0
 
 
+@pytest.mark.scenario_117
 @pytest.mark.parametrize("state", ["new", "ready", "allocated", "loading"])
 def test_an_abort_leaves_no_pin(side: SchedulerSide, state: str) -> None:
     stored(side, list(range(70)))
@@ -207,6 +208,7 @@ def test_states_are_stored_only_where_the_engine_hands_them_off() -> None:
     side.close()
 
 
+@pytest.mark.scenario_44
 def test_with_two_ranks_both_must_report() -> None:
     side = kit.side(kit.shape_of(kit.group(kit.full()), tensor=2))
     side.greet([RankGreeting(0, "", (512,)), RankGreeting(1, "", (512,))])

@@ -14,6 +14,7 @@ from kvstrata.integrations.vllm.stack import tier_options
 from kvstrata.integrations.vllm.versions import require_supported, series
 
 
+@pytest.mark.scenario_115
 def test_one_size_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = read_settings({"size": "1MiB"})

@@ -56,6 +56,7 @@ def stack(tier: type, size: int = 1 << 20) -> Stack:
     ).open()
 
 
+@pytest.mark.scenario_57
 @pytest.mark.parametrize("tier", [SwappingTier, LyingTier])
 def test_a_tier_that_gives_other_bytes_is_not_used(tier: type) -> None:
     made = stack(tier)
@@ -89,6 +90,7 @@ def test_a_tier_whose_constructor_fails_is_left_out() -> None:
     made.close()
 
 
+@pytest.mark.scenario_132
 def test_the_outlook_warns_of_a_primary_that_is_too_small() -> None:
     made = stack(MemoryTier, size=1 << 16)
     (line, good), *_ = outlook(made, 100_000)
@@ -101,6 +103,7 @@ def test_the_outlook_warns_of_a_primary_that_is_too_small() -> None:
     made.close()
 
 
+@pytest.mark.scenario_120
 def test_blocks_with_a_new_owner_fence_the_stores_that_read_them() -> None:
     output = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(block_ids=([1, 2], [3]))],

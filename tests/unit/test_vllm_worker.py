@@ -184,6 +184,7 @@ def test_primary_is_found_in_this_process() -> None:
         del attached
 
 
+@pytest.mark.scenario_33
 def test_primary_is_found_by_a_process_that_this_one_started() -> None:
     program = (
         "from kvstrata.integrations.vllm.share import attach\n"

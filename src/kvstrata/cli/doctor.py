@@ -16,7 +16,7 @@ import typer
 from kvstrata.config import Config, TierConfig, config_from_dict, load_config, parse_size
 from kvstrata.errors import KVStrataError
 from kvstrata.integrations.vllm.identity import hash_seed
-from kvstrata.integrations.vllm.stack import tier_options
+from kvstrata.integrations.vllm.stack import ladder_doubts, tier_options
 from kvstrata.integrations.vllm.versions import TESTED, installed_version, is_tested
 from kvstrata.primary.limits import read_memory_rooms, tightest
 from kvstrata.primary.region import SharedRegion
@@ -91,6 +91,8 @@ def examine(config: Config, clock: Clock | None = None) -> Iterator[Finding]:
     yield from _memory(config)
     yield _engine()
     yield _seed()
+    for doubt in ladder_doubts(config):
+        yield Finding(Verdict.WARN, "sizes", doubt, "a larger limit, or no such tier")
     for tier in config.tiers:
         options = tier_options(tier.options, tier.name)
         path = options.get("path")

@@ -38,7 +38,7 @@ from kvstrata.core.residency import Residency, ResidencyStatistics
 from kvstrata.core.settings import CoreConfig
 from kvstrata.core.slots import READY
 from kvstrata.core.state import PRIMARY, CoreState
-from kvstrata.core.statistics import Counters, PromotionTag, TierCounters
+from kvstrata.core.statistics import Alarm, Counters, PromotionTag, TierCounters, alarms
 from kvstrata.core.stores import Stores
 from kvstrata.core.twophase import TwoPhaseDoor
 from kvstrata.errors import StateError
@@ -72,6 +72,7 @@ class Statistics:
     queued: int
     jobs: int
     oldest_job_s: float
+    alarms: Sequence[Alarm] = ()
 
 
 class TieringOffloadingManager:
@@ -483,15 +484,18 @@ class TieringOffloadingManager:
         """A frozen snapshot; the counters in it are copies."""
         core = self._core
         states = [r.state for r in core.requests.values()]
+        tiers = {tier.port.name: tier.counters.copy() for tier in core.tiers}
+        oldest = core.ledger.oldest(core.now)
         return Statistics(
             core.counters.copy(),
-            {tier.port.name: tier.counters.copy() for tier in core.tiers},
+            tiers,
             core.residency.statistics(),
             len(core.requests),
             sum(state in WAITING for state in states),
             len(self._grants),
             len(core.ledger),
-            core.ledger.oldest(core.now),
+            oldest,
+            alarms(tiers, oldest, core.config.job_total_s),
         )
 
     def close_account(self) -> None:

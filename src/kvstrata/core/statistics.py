@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,6 +46,30 @@ class TierCounters:
     def copy(self) -> TierCounters:
         """A copy that does not change any more."""
         return replace(self, failed=dict(self.failed))
+
+
+UNSERVED_CHUNKS = 1000
+"""So many chunks stored in a tier that has never given one back are an alarm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something an operator should look at: where, and one line for people."""
+
+    place: str
+    text: str
+
+
+def alarms(tiers: Mapping[str, TierCounters], oldest_job_s: float, job_total_s: float) -> tuple[Alarm, ...]:
+    """Tiers that are written and never serve, and a job that is older than any may be."""
+    found = [
+        Alarm(name, f"{counters.cascaded} chunks were stored in {name}, and none was ever served from it")
+        for name, counters in tiers.items()
+        if counters.cascaded >= UNSERVED_CHUNKS and not counters.landed
+    ]
+    if oldest_job_s > job_total_s:
+        found.append(Alarm("jobs", f"the oldest unfinished job is {oldest_job_s:.0f} s old"))
+    return tuple(found)
 
 
 @dataclass(slots=True)

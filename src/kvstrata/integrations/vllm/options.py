@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,18 @@ class Wishes:
     complaint: str = ""
 
 
-def read_wishes(parameters: Mapping[str, Any] | None, store: str, *, may_load: bool, wait_s: float) -> Wishes:
+def read_wishes(
+    parameters: Mapping[str, Any] | None,
+    store: str,
+    *,
+    may_load: bool,
+    wait_s: float,
+    known: Collection[str] | None = None,
+) -> Wishes:
     """The wishes in `kv_transfer_params`. Never raises: what a client writes must not stop an engine.
 
-    `store` is the operator's mode, `wait_s` the longest wait that the operator allows.
+    `store` is the operator's mode, `wait_s` the longest wait that the operator allows, `known` the names of the tiers
+    that there are (None: any).
     """
     wish = (parameters or {}).get(PARAMETER)
     if wish == "off":
@@ -49,6 +57,8 @@ def read_wishes(parameters: Mapping[str, Any] | None, store: str, *, may_load: b
         names = wish["load_tiers"]
         if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
             tiers = TierFilter(names=frozenset(names))
+            strange = [] if known is None else sorted(set(names).difference(known))
+            bad += [f"load_tiers: no tier is called {name[:64]!r}" for name in strange[:3]]
         else:
             bad.append("load_tiers: expected a list of names")
     if "store" in wish:

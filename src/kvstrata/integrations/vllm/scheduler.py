@@ -66,6 +66,8 @@ class SchedulerSide:
         """Sums of what the ranks reported since `take_traffic`."""
         self.hit_tokens: dict[str, int] = {}
         self._meter = Meter()
+        self._alarmed: set[str] = set()
+        """Places of alarms that were told."""
 
     # -- requests
 
@@ -80,6 +82,7 @@ class SchedulerSide:
             self._settings.store,
             may_load=not getattr(request, "skip_reading_prefix_cache", False),
             wait_s=self._settings.config.core.total_s,
+            known=[tier.name for tier in self._settings.config.tiers],
         )
         if wishes.complaint:
             _log.warning("kvstrata: kv_transfer_params of a request: %s", wishes.complaint)
@@ -470,6 +473,10 @@ class SchedulerSide:
         """What counters have gained since the last call."""
         statistics = self.stack.driver.call(lambda manager: manager.statistics())
         faults = self.shield.total + self.stack.driver.statistics().faults
+        for alarm in statistics.alarms:
+            if alarm.place not in self._alarmed:
+                self._alarmed.add(alarm.place)
+                _log.warning("kvstrata: %s", alarm.text)
         now = totals(statistics, self.traffic, faults)
         now |= {f"{HIT_TOKENS}.{place}": tokens for place, tokens in self.hit_tokens.items()}
         return self._meter.gains(now)

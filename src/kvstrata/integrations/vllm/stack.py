@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvstrata.config import TierConfig, parse_size
+from kvstrata.config import Config, TierConfig, parse_size
 from kvstrata.core.manager import TieringOffloadingManager
 from kvstrata.errors import CapacityError, KVStrataError
 from kvstrata.integrations.vllm.settings import VllmSettings
@@ -186,6 +186,20 @@ def tier_of(entry: TierConfig, layout: Layout) -> Tier:
         with contextlib.suppress(OSError):  # the tier says what is wrong with its folder
             Path(options["path"]).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     return make_tier(entry.type, name=entry.name, **options)
+
+
+def ladder_doubts(config: Config) -> list[str]:
+    """One line for each tier that is smaller than what lies above it: everything in it is above it too."""
+    lines: list[str] = []
+    above, size = "primary", int(config.primary.size)
+    for tier in config.tiers:
+        limit = tier_options(tier.options, tier.name).get("limit")
+        if not isinstance(limit, int):
+            continue
+        if limit < size:
+            lines.append(f"{tier.name} may hold {limit} bytes, less than {above} above it ({size}): it adds little")
+        above, size = tier.name, limit
+    return lines
 
 
 def tier_options(options: Mapping[str, Any], name: str) -> dict[str, Any]:

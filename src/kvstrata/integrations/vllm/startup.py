@@ -16,7 +16,7 @@ from kvstrata.integrations.vllm.identity import engine_identity, namespace_of, s
 from kvstrata.integrations.vllm.scheduler import SchedulerSide
 from kvstrata.integrations.vllm.settings import VllmSettings, read_settings
 from kvstrata.integrations.vllm.shapes import EngineShape, describe_groups, engine_shape
-from kvstrata.integrations.vllm.stack import Stack, layout_tag, tier_options
+from kvstrata.integrations.vllm.stack import Stack, ladder_doubts, layout_tag, tier_options
 from kvstrata.integrations.vllm.worker import WorkerSide
 from kvstrata.layout.groups import Layout
 from kvstrata.layout.namespace import require_durable
@@ -120,6 +120,8 @@ def _tell(side: SchedulerSide, shape: EngineShape, stack: Stack, vllm_config: An
         _log.info("kvstrata: %s", line)
     names = ", ".join(tier.name for tier in stack.tiers) or "none"
     _log.info("kvstrata: primary of %d bytes, tiers: %s", stack.region.size, names)
+    for doubt in ladder_doubts(stack.settings.config):
+        _log.warning("kvstrata: %s", doubt)
     for line, good in outlook(stack, int(vllm_config.model_config.max_model_len)):
         _log.log(logging.INFO if good else logging.WARNING, "kvstrata: %s", line)
     if shape.impossible:
