@@ -6,6 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from kvstrata.runtime.clock import SystemClock
+from kvstrata.runtime.executor import Signal
+from kvstrata.testing.striker import Striker
+
 MAX_STEPS = 3000
 
 
@@ -173,44 +177,93 @@ def random_aborts(host: Any, seed: int, count: int, lengths: list[int]) -> dict[
     return {"aborted": aborted, "finished": finished}
 
 
-def dependencies(host: Any) -> list[str]:
-    """Every call of the connector's sides to something else that may raise: object and method."""
-    return [f"{owner}.{method}" for owner, methods in _OWNERS.items() for method in methods]
+class StrikableClock(SystemClock):
+    """The real clock, with room for a wrapper."""
 
 
-_OWNERS = {
-    "manager": (
-        "add_request", "extend_keys", "poll", "take", "hit_sources", "complete_load", "prepare_store",
-        "complete_store", "finish", "on_schedule_end", "advance", "take_commands", "next_deadline", "on_event",
-    ),
-    "driver": ("_arrive", "_hand_over"),
-    "copier": ("load", "store", "finished", "wait"),
-    "tier": ("probe", "submit_load", "submit_store", "poll", "touch", "cancel"),
-}  # fmt: skip
-
-
-def with_fault(host: Any, place: str, prompt: list[int]) -> dict[str, Any]:
-    """Serve a prompt while one method raises, at its first call and at every one; a plain serving follows."""
-    owner_name, method = place.split(".")
+def _striker(host: Any) -> Striker:
+    """Every object outside the plug-in that its two sides call."""
     stack = host.side.stack
-    owner = {
-        "manager": stack.manager,
-        "driver": stack.driver,
-        "copier": host.worker._copier,
-        "tier": stack.tiers[0].tier,
-    }[owner_name]
-    real = getattr(owner, method)
-    calls = []
+    if not isinstance(stack.clock, StrikableClock):
+        stack.clock = stack.driver._clock = StrikableClock()
+    return Striker(
+        {
+            "manager": stack.manager,
+            "driver": stack.driver,
+            "clock": stack.clock,
+            "region": stack.region,
+            "guard": stack.tiers[0],
+            "tier": stack.tiers[0].tier,
+            "copier": host.worker._copier,
+        }
+    )
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        raise RuntimeError(f"made to fail: {place}")
 
-    host.drop_primary() if len(place) % 2 else None
-    setattr(owner, method, failing)
-    try:
-        answer = host.generate([prompt])[0]
-    finally:
-        setattr(owner, method, real)
+def dependencies(host: Any, prompt: list[int]) -> list[str]:
+    """Every method that is called when everything is well, by object and name."""
+    seen = _striker(host)
+    _everything(host, prompt, 0)
+    seen.restore()
+    return sorted(seen.called)
+
+
+def _everything(host: Any, prompt: list[int], number: int) -> dict[str, Any]:
+    """A request that stores, one that loads from the tier, one that is aborted, counters, a reset of the content."""
+    from engine_kit import prompt as fresh
+
+    host.generate([fresh(300, seed=2000 + number)])
+    _evict(host)
+    host.reset()
+    answer = dict(host.generate([prompt])[0])
+    name = host.add(fresh(300, seed=3000 + number), tokens=50)
+    host.step(2)
+    host.abort([name])
     host.run_out()
-    return {**answer, "calls": len(calls)}
+    host.metrics()
+    host.reset(connector=True)
+    return answer
+
+
+def _evict(host: Any) -> None:
+    """Empty primary without asking anything that may be made to fail."""
+    import numpy as np
+
+    with host.side.stack.driver._lock:
+        residency = host.side.stack.manager.residency
+        residency.evict(np.flatnonzero((residency.state == 2) & (residency.pins == 0)).astype(np.int32))
+
+
+def with_fault(host: Any, place: str, prompt: list[int], number: int) -> dict[str, Any]:
+    """Serve while one method raises at every call, then heal; what was answered, struck, and what stayed behind."""
+    host.generate([prompt])
+    host.settle()
+    faults = _striker(host)
+    faults.strike(place)
+    try:
+        answer = _everything(host, prompt, number)
+        for _ in range(20):  # what the driver's thread does in its own time
+            if faults.struck[place]:
+                break
+            pause(0.1)
+    finally:
+        faults.heal()
+    left = _left(host)
+    for turn in range(40):
+        if not any(left.values()):
+            break
+        pause(0.1)
+        host.generate([[5 + turn] * 20], tokens=1)
+        left = _left(host)
+    faults.restore()
+    return {**answer, "struck": faults.struck[place], "left": left}
+
+
+def pause(seconds: float) -> None:
+    """Let the plug-in's own threads work."""
+    Signal().wait(seconds)
+
+
+def _left(host: Any) -> dict[str, int]:
+    looked = host.look()
+    names = ("pinned", "reserved", "quarantined", "requests", "jobs", "pending")
+    return {name: int(looked[name]) for name in names}

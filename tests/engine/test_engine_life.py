@@ -86,19 +86,25 @@ def test_a_failed_load_is_computed(engine: Engine) -> None:
 
 
 def test_an_exception_at_every_dependency(engine: Engine) -> None:
+    """Every method of every object outside the plug-in that it calls raises for ever: found by looking, not by list."""
     engine.reset(connector=True)
     tokens = prompt(700, seed=12)
     right = one(engine, tokens)
-    places = engine.call(module="engine_scenes", function="dependencies", arguments={})
-    assert len(places) > 15
-    for place in places:
-        engine.reset()
-        raised = engine.call(
-            module="engine_scenes", function="with_fault", arguments={"place": place, "prompt": tokens}
-        )
+    engine.settle()
+    start = settled(engine)["free_blocks"]
+    places = engine.call(module="engine_scenes", function="dependencies", arguments={"prompt": tokens})
+    assert {place.split(".")[0] for place in places} == {"manager", "driver", "clock", "guard", "tier", "copier"}
+    assert len(places) > 30
+    for number, place in enumerate(places):
+        scene = {"place": place, "prompt": tokens, "number": number}
+        raised = engine.call(module="engine_scenes", function="with_fault", arguments=scene)
+        assert raised["struck"] > 0, place
         assert raised["tokens"] == right["tokens"], (place, raised)
         assert raised["reason"] == "length", place
+        assert not any(raised["left"].values()), (place, raised["left"])
     engine.reset(connector=True)
     assert one(engine, tokens)["tokens"] == right["tokens"]
     engine.reset()
     assert one(engine, tokens)["cached"] > 0
+    engine.reset()
+    assert settled(engine)["free_blocks"] == start

@@ -95,5 +95,5 @@ def test_switched_off_it_is_a_no_op(tmp_path: Path, place: Path) -> None:
 
 
 def test_an_unsupported_version_is_refused(tmp_path: Path, place: Path) -> None:
-    with pytest.raises(EngineError, match=r"vLLM 0\.29\.3 is not supported.*0\.32\.x"):
+    with pytest.raises(EngineError, match=r"vLLM 0\.29\.3 is not supported.*0\.30\.x, 0\.31\.x, 0\.32\.x"):
         Engine(place / "llama", storage(tmp_path), sabotage="other_version")

@@ -97,5 +97,7 @@ def test_what_a_client_writes_never_raises(wish: Any) -> None:
 def test_other_versions_are_refused_by_name() -> None:
     assert require_supported("0.32.0+cpu") == "0.32.0+cpu"
     assert series("0.32.1.dev3") == "0.32"
-    with pytest.raises(ConfigError, match=r"vLLM 0\.29\.1 is not supported.*Supported: 0\.32\.x\. "):
+    with pytest.raises(
+        ConfigError, match=r"vLLM 0\.29\.1 is not supported.*Supported: 0\.30\.x, 0\.31\.x, 0\.32\.x\. "
+    ):
         require_supported("0.29.1")

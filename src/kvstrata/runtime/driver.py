@@ -6,13 +6,17 @@ advance also while the engine does not step.
 
 Order of every entry: completions that have arrived are applied, time is set, the caller's work is done, and the
 commands that came of it are handed to the tiers.
+
+Whatever raises on the way is recorded and nothing else stops for it: the other tiers are asked, the other events are
+applied, the caller gets its manager. What the core would not take is told again later (`runtime.owed`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -20,8 +24,9 @@ from kvstrata.core.messages import CancelJob, Command, PurgeTier, RemoveKeys, Su
 from kvstrata.errors import StateError
 from kvstrata.runtime.executor import Signal, Worker, make_lock
 from kvstrata.runtime.guard import GuardedTier
+from kvstrata.runtime.owed import Owed
 from kvstrata.tiers.base import Clock
-from kvstrata.types import TierEvent
+from kvstrata.types import FailCause, JobEnded, KeysDone, TierEvent
 
 MIN_WAIT_S = 0.001
 """Least wait of the driver's thread for a deadline: one that never moves must not keep a core busy."""
@@ -76,8 +81,8 @@ class Driver(Generic[M]):
     """Runs one manager and its tiers; by hand (`pump`, `settle`) or by its own thread (`start`).
 
     `tiers` must be those that the manager was made with, in its order. Tiers are opened by the caller, with
-    `Driver.wake` as their wake. `strict` raises what the core raises on a tier's event or on time; otherwise that is
-    recorded, and the next event is applied: a fault of kvstrata must not stop the engine.
+    `Driver.wake` as their wake. `strict` raises what the core or a guard raises; otherwise that is recorded, told to
+    `on_fault`, and the round goes on: a fault of kvstrata must not stop the engine.
     """
 
     def __init__(
@@ -107,6 +112,10 @@ class Driver(Generic[M]):
         self._commands = 0
         self._faults = 0
         self._last_faults: deque[str] = deque(maxlen=MAX_FAULTS)
+        self._owed = Owed()
+        self._stuck = False
+        self.on_fault: Callable[[str, Exception], None] | None = None
+        """Gets the place and the error of each fault, where it is handled; must not raise."""
 
     # the engine's side
 
@@ -121,6 +130,11 @@ class Driver(Generic[M]):
         """The result of `work(manager)`, as a step of its own."""
         with self.step() as manager:
             return work(manager)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the core's time does not move, because setting it raises: its clocks do not run."""
+        return self._stuck
 
     def wake(self) -> None:
         """Say that a tier has events. From any thread, also from inside a tier's method; never blocks."""
@@ -199,13 +213,14 @@ class Driver(Generic[M]):
         if self._signal.is_set:
             self._signal.clear()  # before the polls: what arrives during them raises it again
         self._rounds += 1
-        arrived = [(index, events) for index, tier in enumerate(self.tiers) if (events := tier.poll())]
-        now = self._clock.monotonic()
+        arrived = [(index, events) for index, tier in enumerate(self.tiers) if (events := self._poll(tier))]
+        now = self._time()
         if arrived:
             # What has arrived must not find its clock run out, nor restart one at a time long past: it is applied at
             # the last instant at which nothing was due.
-            deadline = self._manager.next_deadline()
+            deadline = self._deadline()
             self._advance(now if deadline is None else min(now, math.nextafter(deadline, -math.inf)))
+        self._owed.tell(now)
         count = 0
         for index, events in arrived:
             for event in events:
@@ -215,82 +230,140 @@ class Driver(Generic[M]):
         self._events += count
         return count
 
+    def _poll(self, tier: GuardedTier) -> Sequence[TierEvent]:
+        try:
+            return tier.poll()
+        except Exception as error:
+            self._note("poll", error)
+            return ()
+
+    def _time(self) -> float:
+        """The clock's time, or the last known one."""
+        try:
+            return self._clock.monotonic()
+        except Exception as error:
+            self._note("clock", error)
+            return self._now if self._now > -math.inf else 0.0
+
+    def _deadline(self) -> float | None:
+        try:
+            return self._manager.next_deadline()
+        except Exception as error:
+            self._note("next_deadline", error)
+            return None
+
     def _advance(self, now: float) -> None:
         if now < self._now:
             return
         self._now = now
         try:
             self._manager.advance(now)
+            self._stuck = False
         except Exception as error:
+            self._stuck = True
             self._note("advance", error)
 
     def _apply(self, index: int, event: TierEvent) -> None:
-        try:
-            self._manager.on_event(index, event)
-        except Exception as error:
-            self._note(type(event).__name__, error)
+        subject = (index, event.job_id) if isinstance(event, KeysDone | JobEnded) else object()
+        self._tell(subject, type(event).__name__, lambda: self._manager.on_event(index, event))
+
+    def _tell(self, subject: Hashable, what: str, fact: Callable[[], T]) -> T | None:
+        """Tell the core now, or later if it will not take it or what it owes comes first."""
+        if not self._owed.holds(subject):
+            try:
+                return fact()
+            except Exception as error:
+                self._note(what, error)
+        self._owed.add(subject, fact, max(self._now, 0.0))
+        return None
 
     def _note(self, what: str, error: Exception) -> None:
-        """Record a fault of the core, or raise it. Called where `error` is handled."""
+        """Record a fault, or raise it. Called where `error` is handled."""
         if self._strict:
             raise error
         self._faults += 1
         self._last_faults.append(f"{what}: {type(error).__name__}: {error}")
+        if self.on_fault is not None:
+            self.on_fault(f"driver: {what}", error)
 
     def _hand_over(self) -> int:
         """Give the core's commands to the tiers. Returns their number."""
-        commands = self._manager.take_commands()
+        try:
+            commands = self._manager.take_commands()
+        except Exception as error:
+            self._note("take_commands", error)
+            return 0
         for command in commands:
-            match command:
-                case SubmitLoad(tier, job):
-                    self.tiers[tier].submit_load(job)
-                case SubmitStore(tier, job):
-                    self.tiers[tier].submit_store(job)
-                case CancelJob(tier, job_id):
-                    self.tiers[tier].cancel(job_id)
-                case RemoveKeys(tier, keys):
-                    self.tiers[tier].remove(keys)
-                case TouchKeys(tier, keys):
-                    self.tiers[tier].touch(keys)
-                case PurgeTier(tier):
-                    self._purges[tier] = self._purge_from.get(tier, -math.inf)
+            try:
+                self._command(command)
+            except Exception as error:
+                self._note(type(command).__name__, error)
+                self._not_handed_over(command)
         self._commands += len(commands)
         if self._purges:
             self._purge()
         return len(commands)
 
+    def _command(self, command: Command) -> None:
+        match command:
+            case SubmitLoad(tier, job):
+                self.tiers[tier].submit_load(job)
+            case SubmitStore(tier, job):
+                self.tiers[tier].submit_store(job)
+            case CancelJob(tier, job_id):
+                self.tiers[tier].cancel(job_id)
+            case RemoveKeys(tier, keys):
+                self.tiers[tier].remove(keys)
+            case TouchKeys(tier, keys):
+                self.tiers[tier].touch(keys)
+            case PurgeTier(tier):
+                self._purges[tier] = self._purge_from.get(tier, -math.inf)
+
+    def _not_handed_over(self, command: Command) -> None:
+        """A job that the tier never got has ended: nobody else would say so."""
+        if isinstance(command, SubmitLoad | SubmitStore) and not self.tiers[command.tier].has_job(command.job.job_id):
+            self._apply(command.tier, JobEnded(command.job.job_id, FailCause.REFUSED))
+
     def _purge(self) -> None:
         """Hand over the purges that are due: the core asks again for one that failed, but not in a tight circle."""
-        now = self._clock.monotonic()
+        now = self._time()
         for index, due in list(self._purges.items()):
-            if due <= now:
-                del self._purges[index]
-                self._purge_from[index] = now + PURGE_RETRY_S
-                tier = self.tiers[index]
-                self._manager.purge_submitted(index, tier.purge(tier.namespace))
+            if due > now:
+                continue
+            tier, again = self.tiers[index], now + PURGE_RETRY_S
+            try:
+                ticket = tier.purge(tier.namespace)
+            except Exception as error:
+                self._note("purge", error)
+                self._purges[index] = again
+                continue
+            del self._purges[index]
+            self._purge_from[index] = again
+            self._tell((index, "purge"), "purge_submitted", functools.partial(self._submitted, index, ticket))
+
+    def _submitted(self, index: int, ticket: int) -> None:
+        self._manager.purge_submitted(index, ticket)
 
     # the thread
 
     def _wake_thread(self) -> None:
         """Wake the thread if there is now something to do before it would wake by itself."""
-        if self._sleeps_until > -math.inf and self._next_wake(self._clock.monotonic()) < self._sleeps_until:
+        if self._sleeps_until > -math.inf and self._next_wake(self._time()) < self._sleeps_until:
             self._signal.set()
 
     def _next_wake(self, now: float) -> float:
         """When the thread must look again if nobody wakes it; infinite if never."""
-        deadline = self._manager.next_deadline()
-        wake = min(self._purges.values(), default=math.inf)
-        if deadline is not None:
-            wake = min(wake, deadline)
-        wake = max(wake, now + MIN_WAIT_S)
-        return min(wake, now + HEARTBEAT_S) if any(tier.busy for tier in self.tiers) else wake
+        wakes = [self._deadline(), self._owed.due, *self._purges.values()]
+        wake = max(min((at for at in wakes if at is not None), default=math.inf), now + MIN_WAIT_S)
+        return min(wake, now + HEARTBEAT_S) if self._stuck or any(tier.busy for tier in self.tiers) else wake
 
     def _run(self) -> None:
         while not self._stopping:
             with self._lock:
-                now = self._clock.monotonic()
+                now = self._time()
                 until = self._sleeps_until = self._round(now)
-            self._signal.wait(None if math.isinf(until) else until - self._clock.monotonic())
+                left = None if math.isinf(until) else until - self._time()
+            self._signal.wait(left)
         with self._lock:
             self._sleeps_until = -math.inf
 

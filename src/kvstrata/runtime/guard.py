@@ -199,6 +199,10 @@ class GuardedTier:
         """Whether the tier owes an answer: a job, a probe or a flush is unfinished."""
         return bool(self._jobs or self._probes or self._flushes or self._own)
 
+    def has_job(self, job_id: int) -> bool:
+        """Whether the tier has this job, and has not ended it."""
+        return job_id in self._jobs
+
     def statistics(self) -> GuardStatistics:
         """A snapshot of the counters, with the last faults."""
         return GuardStatistics(

