@@ -1,0 +1,14 @@
+"""Tiers over a server: one engine for `object`, `redis` and outside stores, which differ in their `StoreClient` only.
+
+client    what a store must offer, and the items that are read and written
+tasks     what workers do with a client
+core      state, lanes of work, tickets, the part: taking, keeping, scanning it
+loads     presence, reading, time-outs
+stores    room for new records, writing, removing, cancelling
+tier      the `Tier` itself: open, close, poll, self-test
+"""
+
+from kvstrata.tiers.remote.client import ReadItem, StoreClient, WriteItem
+from kvstrata.tiers.remote.tier import RemoteSettings, RemoteTier
+
+__all__ = ["ReadItem", "RemoteSettings", "RemoteTier", "StoreClient", "WriteItem"]

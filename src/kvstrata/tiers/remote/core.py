@@ -1,0 +1,357 @@
+"""State of one remote tier: its lanes of work, its tickets, and the part it writes in."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvstrata.errors import ConfigError, StateError
+from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.common.claims import Claim, Owner, Refusal, check_part, default_part, this_process
+from kvstrata.tiers.common.index import Index, Name, Victim, is_served
+from kvstrata.tiers.common.jobs import Jobs
+from kvstrata.tiers.common.record import Identity
+from kvstrata.tiers.common.tasks import Ticket
+from kvstrata.tiers.remote.client import ClientSetup, StoreClient, scope_of
+from kvstrata.tiers.remote.tasks import (
+    AttachTask,
+    HoldTask,
+    Lane,
+    ProbeTask,
+    RemoveTask,
+    ScanTask,
+    StoreItem,
+    StoreTask,
+    Task,
+)
+from kvstrata.types import FailCause, Flushed, OffloadKey
+
+REMOVES_PER_TASK = 256
+NAMESPACE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """What every remote tier can be told. Bytes and seconds."""
+
+    name: str
+    limit: int | None = None
+    """Most that this writer's part may take, headers included. None: no limit."""
+    shared_limit: int | None = None
+    """Most that the parts of all writers may claim together. None: nobody counts."""
+    part: str = ""
+    """Name of the part; must stay the same over restarts and differ between engines. Empty: the host's name."""
+    verify: bool = True
+    timeout_s: float = 5.0
+    """Longest time of one request, and of a probe or load in all."""
+    retry_s: float = 1.0
+    """How often a store that cannot be reached, or a part that is taken, is tried again."""
+    hold_check_s: float = 5.0
+    """How often the tier makes sure that the part is still its own."""
+    width: int = 4
+    """Most tasks at the executor at once; stores get one less."""
+    task_keys: int = 32
+    task_bytes: int = 32 << 20
+    """A job is cut into tasks of at most so many keys and about so many bytes."""
+    max_queue: int = 4096
+    """Most chunks that wait to be stored; above it stores are refused."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a value that makes no sense."""
+        for option, value, least in (
+            ("limit", self.limit, 1),
+            ("shared_limit", self.shared_limit, 1),
+            ("width", self.width, 1),
+            ("task_keys", self.task_keys, 1),
+            ("task_bytes", self.task_bytes, 1),
+            ("max_queue", self.max_queue, 1),
+        ):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(f"tier {self.name}: {option}: {value!r} must be a whole number, at least {least}")
+        for option, seconds in (
+            ("timeout_s", self.timeout_s),
+            ("retry_s", self.retry_s),
+            ("hold_check_s", self.hold_check_s),
+        ):
+            if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < 1e6:
+                raise ConfigError(f"tier {self.name}: {option}: {seconds!r} must be a number of seconds above 0")
+        if self.shared_limit is not None and self.limit is None:
+            raise ConfigError(f"tier {self.name}: limit: is needed where there is a shared_limit")
+        if self.part:
+            check_part(self.part, f"tier {self.name}: part")
+
+
+class State(enum.Enum):
+    """CLOSED -> (DETACHED -> READING -> SCANNING -> READY; back to READING when the part is lost) -> CLOSED."""
+
+    CLOSED = "closed"
+    DETACHED = "detached"  # the store does not answer; tried again
+    READING = "reading"  # the part is somebody else's; tried again
+    SCANNING = "scanning"  # the part is ours; what lies in it is not known yet
+    READY = "ready"
+
+
+class Core:
+    """All of it belongs to the caller's thread; workers only append to `_outbox`."""
+
+    def __init__(self, client: StoreClient, settings: RemoteSettings) -> None:
+        self.name = settings.name
+        self.notices: list[str] = []
+        self._settings = settings
+        self._client = client
+        self._state = State.CLOSED
+        self._context: TierContext | None = None
+        self._identity = Identity(bytes(NAMESPACE_BYTES), 0)
+        self._part = settings.part or default_part()
+        self._owner: Owner | None = None
+        self._jobs = Jobs()
+        self._lanes: dict[Lane, deque[Task]] = {lane: deque() for lane in Lane}
+        self._running: dict[Task, None] = {}
+        self._outbox: deque[Task] = deque()
+        self._late: list[Task] = []
+        """Tasks that were given up before they started; they are applied with the next ones."""
+        self._buffers: dict[int, memoryview] = {}  # ranges of the self-test's jobs, which are not in primary
+        self._tickets: dict[int, Ticket] = {}
+        self._probes: dict[int, ProbeTask] = {}
+        self._next_ticket = 0
+        self._quiet_jobs = 0
+        self._last_stamp = 0
+        self._epoch = 0
+        self._next_try = 0.0
+        self._next_hold = 0.0
+        self._next_touch = 0.0
+        self._forget_part()
+
+    def _forget_part(self) -> None:
+        """Know nothing of the part. Results of tasks that are under way change no account any more."""
+        self._epoch += 1
+        self._index = Index(self._settings.limit)
+        self._pending: dict[OffloadKey, StoreItem] = {}
+        self._waiting: deque[StoreItem] = deque()
+        self._touched: dict[OffloadKey, None] = {}
+        self._removed: set[Name] = set()
+        """What was removed while a scan was under way."""
+        self._purges: list[tuple[bytes, Ticket]] = []
+        """Purges that wait for the end of a scan."""
+        self._scanning_since = 0.0
+
+    def _now(self) -> float:
+        return 0.0 if self._context is None else self._context.clock.monotonic()
+
+    # lanes
+
+    def _submit(self, task: Task) -> None:
+        """Queue a task in its lane."""
+        task.report = self._report
+        task.epoch = self._epoch
+        self._lanes[task.lane].append(task)
+
+    def _feed(self) -> None:
+        """Hand over what there is room for, by lane. One place is always kept for what is not a store."""
+        while len(self._running) < self._settings.width:
+            task = self._next_task()
+            if task is None:
+                return
+            self._running[task] = None
+            try:
+                if self._context is None:
+                    raise StateError("not open")
+                self._context.executor.submit(task)
+            except Exception as error:  # an executor that takes nothing more
+                task.abandoned = True
+                task.crash = str(error)
+                self._outbox.append(task)
+
+    def _next_task(self) -> Task | None:
+        stores = sum(task.lane is Lane.STORE for task in self._running)
+        for lane, queue in self._lanes.items():
+            if queue and (lane is not Lane.STORE or stores < max(self._settings.width - 1, 1)):
+                return queue.popleft()
+        return None
+
+    def _report(self, task: Task) -> None:
+        """Called by the worker, as the last thing it does with a task."""
+        self._outbox.append(task)
+        self._wake()
+
+    def _tasks(self) -> Iterable[Task]:
+        """All that have not been applied."""
+        yield from self._running
+        for queue in self._lanes.values():
+            yield from queue
+
+    def _busy(self, *kinds: type[Task]) -> bool:
+        return any(isinstance(task, kinds) and task.epoch == self._epoch for task in self._tasks())
+
+    # telling
+
+    def _publish(self) -> None:
+        """Tell what has been settled; what ended jobs have stored may be evicted from now on."""
+        self._jobs.publish()
+        for job in self._jobs.ended:
+            self._index.settle(job.chain())
+        self._jobs.ended.clear()
+        if self._jobs.events:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._context is not None:
+            self._context.wake()
+
+    def _notice(self, text: str) -> None:
+        """Say something once."""
+        line = f"tier {self.name}: {text}"
+        if not self.notices or self.notices[-1] != line:
+            self.notices.append(line)
+
+    def _refuse(self, job_id: int) -> None:
+        self._jobs.refuse(job_id)
+        self._wake()
+
+    def _stamps(self, count: int) -> int:
+        """The last of `count` new time stamps (ns), each later than all before, whatever the wall clock does."""
+        wall = 0 if self._context is None else int(self._context.clock.wall() * 1e9)
+        self._last_stamp = max(self._last_stamp + 1, wall) + count - 1
+        return self._last_stamp
+
+    def _hidden_name(self, key: OffloadKey) -> Name:
+        """What a record is called that takes room but is not served, though it is of the own scope."""
+        return scope_of(self._identity) + key
+
+    # tickets
+
+    def _ticket(self) -> Ticket:
+        self._next_ticket += 1
+        ticket = Ticket(self._next_ticket, parts=1)
+        self._tickets[ticket.number] = ticket
+        return ticket
+
+    def _part_done(self, ticket: Ticket, *, ok: bool) -> None:
+        ticket.ok = ticket.ok and ok
+        ticket.parts -= 1
+        if ticket.parts == 0:
+            self._answer(ticket, ok=ticket.ok)
+
+    def _answer(self, ticket: Ticket, *, ok: bool) -> None:
+        if self._tickets.pop(ticket.number, None) is not None:
+            self._publish()
+            self._jobs.events.append(Flushed(ticket.number, ok))
+            self._wake()
+
+    # removal
+
+    def _condemn(self, names: Iterable[Name]) -> list[Victim]:
+        """Take names out of the index; the caller sees to it that the records go."""
+        victims = self._index.condemn(names)
+        for victim in victims:
+            self._touched.pop(victim.name, None)
+        return victims
+
+    def _tell_removed(self, victims: list[Victim]) -> None:
+        """Say that keys are there no more; probes under way must not find them."""
+        keys = [victim.name for victim in victims if is_served(victim.name)]
+        for probe in self._probes.values():
+            probe.removed.update(keys)
+        self._jobs.removed(keys)
+
+    def _delete(self, victims: list[Victim], ticket: Ticket | None = None) -> None:
+        """Have records deleted."""
+        for start in range(0, len(victims), REMOVES_PER_TASK):
+            part = victims[start : start + REMOVES_PER_TASK]
+            task = RemoveTask(self._client, part, [ticket] if ticket else [])
+            if ticket is not None:
+                ticket.parts += 1
+            self._index.reserved += task.reserved
+            self._submit(task)
+        self._index.note_peak()
+
+    def _bury(self, victims: list[Victim], kept: dict[Name, int], *, done: bool) -> None:
+        """Removals have ended. What could not be removed counts again and is tried again when it is the coldest.
+
+        It is not served: it was told to be gone.
+        """
+        for victim in victims:
+            left = kept.get(victim.name) if done else victim.allocated
+            self._index.bury(victim.name, None)
+            if left:
+                self._index.add(self._hidden_name(victim.name) if is_served(victim.name) else victim.name, left)
+
+    # the part
+
+    def _attach(self) -> AttachTask:
+        """A task that connects, if need be, and takes the part."""
+        settings = self._settings
+        setup = None
+        if self._state in (State.CLOSED, State.DETACHED):
+            setup = ClientSetup(self._identity, self._part, settings.verify, settings.timeout_s)
+        self._owner = this_process()
+        claim = Claim(self._part, settings.limit, settings.shared_limit)
+        return AttachTask(self._client, setup, claim, self._owner)
+
+    def _on_attached(self, task: AttachTask) -> None:
+        """The store has answered, or has not; the part is ours, or is not."""
+        now = self._now()
+        self._next_try = now + self._settings.retry_s
+        refusal = task.refusal if task.crash is None else Refusal(f"cannot be used: {task.crash}")
+        if refusal is not None:
+            self._owner = None
+            self._next_hold = 0.0
+            used = "reading only" if task.connected else "running without this tier"
+            self._notice(f"{refusal.text}; {used}, trying again")
+            self._state = State.READING if task.connected else State.DETACHED
+            return
+        if self.notices:
+            self._notice(f"part {self._part} is written by this engine now")
+        self._next_hold = now + self._settings.hold_check_s
+        self._state = State.SCANNING
+        self._scanning_since = now
+        self._submit(ScanTask(self._client))
+
+    def _on_scanned(self, task: ScanTask) -> None:
+        if self._state is not State.SCANNING:
+            return
+        if task.found is None:
+            self._next_try = self._now() + self._settings.retry_s
+            return  # tried again by `_tick`
+        for one in task.found:
+            if one.name not in self._removed and one.name not in self._index.dying:
+                self._index.add(one.name, one.allocated)
+        self._removed.clear()
+        self._last_stamp = max(self._last_stamp, max((one.stamp for one in task.found), default=0))
+        self._state = State.READY
+
+    def _lose_part(self) -> None:
+        """Somebody took the part away: the store began anew, or the claim was released."""
+        self._notice(f"part {self._part} is not ours any more; taking it again")
+        for item in list(self._pending.values()):
+            self._end_item(item, FailCause.IO_ERROR)
+        for _, ticket in self._purges:
+            self._answer(ticket, ok=False)
+        shown = [name for name in (*self._index.entries, *self._index.fresh) if is_served(name)]
+        self._jobs.removed(shown)
+        self._forget_part()
+        self._state = State.READING
+        self._owner = None
+        self._next_try = 0.0
+
+    def _end_item(self, item: StoreItem, cause: FailCause | None) -> None:
+        """Answer everybody who waits for an item."""
+        if self._pending.get(item.key) is item:
+            del self._pending[item.key]
+        for ticket in item.tickets:
+            self._part_done(ticket, ok=True)
+        item.tickets = []
+        for waiter in item.waiters:
+            self._jobs.settle(waiter.job_id, waiter.index, cause)
+        item.waiters = []
+
+    def _on_held(self, task: HoldTask) -> None:
+        self._next_hold = self._now() + self._settings.hold_check_s
+        if task.held is False and self._state in (State.SCANNING, State.READY):
+            self._lose_part()
+
+    def _stores_busy(self) -> bool:
+        """Whether work is under way that will free room or names."""
+        return self._busy(StoreTask, RemoveTask)

@@ -1,0 +1,210 @@
+"""A remote tier's answers about what the store has, its reads, and their time-outs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstrata.tiers.common.index import Victim
+from kvstrata.tiers.common.jobs import Job
+from kvstrata.tiers.common.tasks import Waiter
+from kvstrata.tiers.remote.client import ReadItem
+from kvstrata.tiers.remote.core import Core, State
+from kvstrata.tiers.remote.tasks import DiscardTask, Lane, LoadItem, LoadTask, ProbeTask, Task
+from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, ProbeDone, TierJob, TierUsage
+
+
+class Loads(Core):
+    """Presence, recency, usage, and reading."""
+
+    @property
+    def _connected(self) -> bool:
+        return self._state in (State.READING, State.SCANNING, State.READY)
+
+    @property
+    def _knows_part(self) -> bool:
+        """Whether what the own part has is exactly what the index says."""
+        return self._state is State.READY and self._client.trusts_index
+
+    def probe(self, keys: Sequence[OffloadKey]) -> I8 | int:
+        """A ticket; its answer comes by `poll`, within the time-out. A closed tier answers absent at once."""
+        if self._context is None or self._state is State.CLOSED:
+            return np.zeros(len(keys), np.int8)
+        self._next_ticket += 1
+        knows = self._knows_part
+        asked = [
+            index
+            for index, key in enumerate(keys)
+            if len(key) == KEY_BYTES and not (knows and self._index.get(key) is not None)
+        ]
+        task = ProbeTask(self._client, self._next_ticket, list(keys), asked, own=not knows)
+        task.deadline = self._now() + self._settings.timeout_s
+        self._probes[task.ticket] = task
+        if not self._connected:
+            self._end_probe(task, FailCause.IO_ERROR)
+        elif not asked:
+            self._end_probe(task, None)
+        else:
+            self._submit(task)
+            self._feed()
+        return task.ticket
+
+    def _end_probe(self, task: ProbeTask, error: FailCause | None) -> None:
+        """Answer a probe, once. An error of some keys is an error of the probe, unless others were found."""
+        if self._probes.pop(task.ticket, None) is None:
+            return
+        answers = np.zeros(len(task.keys), np.int8)
+        if error is None:
+            asked = set(task.asked)
+            found = {index for index, there in zip(task.asked, task.found, strict=True) if there is True}
+            error = next((there for there in task.found if isinstance(there, FailCause)), None)
+            for index, key in enumerate(task.keys):
+                there = index in found if index in asked else self._index.get(key) is not None
+                if there and key not in task.removed and not self._is_hidden(key):
+                    answers[index] = Presence.PRESENT
+        self._publish()
+        self._jobs.events.append(ProbeDone(task.ticket, answers if error is None else answers * 0, error))
+        self._wake()
+
+    def _is_hidden(self, key: OffloadKey) -> bool:
+        """Whether a record of this key that still lies in the store was told to be gone."""
+        index = self._index
+        return key in index.dying or index.get(self._hidden_name(key)) is not None
+
+    def _on_probed(self, task: ProbeTask) -> None:
+        failed = task.crash is not None or task.abandoned
+        self._end_probe(task, FailCause.IO_ERROR if failed else None)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Mark as recently used; of one chain the head becomes the warmest. Written down later, in batches."""
+        self._index.touch(keys)
+        entries, touched = self._index.entries, self._touched
+        for key in reversed(keys):
+            if key in entries:
+                touched.pop(key, None)
+                touched[key] = None
+
+    def usage(self) -> TierUsage:
+        """What this writer's part holds; `bytes_reserved` are records being written or removed."""
+        index = self._index
+        return TierUsage(
+            bytes_held=index.held,
+            bytes_reserved=index.reserved,
+            bytes_limit=self._settings.limit,
+            keys=len(index),
+            bytes_peak=index.peak,
+            evicted=index.evicted,
+        )
+
+    def submit_load(self, job: TierJob) -> None:
+        """Read each record, verify it, and copy its payload into its range of primary."""
+        if self._context is None or not self._connected:
+            self._refuse(job.job_id)
+            return
+        record = self._jobs.add(job.job_id, len(job.keys))
+        items: list[LoadItem] = []
+        knows = self._knows_part
+        for index, (key, offset, length) in enumerate(zip(job.keys, job.offsets, job.lengths, strict=True)):
+            if len(key) != KEY_BYTES or self._is_hidden(key):
+                self._jobs.settle(job.job_id, index, FailCause.GONE)
+                continue
+            entry = self._index.get(key)
+            own = True if entry is not None else (False if knows else None)
+            read = ReadItem(key, self._range(job.job_id, offset, length), own)
+            generation = None if entry is None else entry.generation
+            items.append(LoadItem(read, Waiter(job.job_id, index), record, generation))
+        self.touch(job.keys)
+        for part in self._parts(items):
+            task = LoadTask(self._client, part)
+            task.deadline = self._now() + self._settings.timeout_s
+            self._submit(task)
+        self._publish()
+        self._feed()
+
+    def _range(self, job_id: int, offset: int, length: int) -> memoryview:
+        """The part of primary (or of the self-test's own buffer) that a job may touch."""
+        own = self._buffers.get(job_id)
+        region = self._context.region if own is None and self._context is not None else own
+        return memoryview(b"") if region is None else region[offset : offset + length]
+
+    def _parts(self, items: list[LoadItem]) -> list[list[LoadItem]]:
+        """Items cut into parts of at most `task_keys` items and about `task_bytes` bytes."""
+        parts: list[list[LoadItem]] = []
+        total = 0
+        for item in items:
+            if not parts or len(parts[-1]) == self._settings.task_keys or total >= self._settings.task_bytes:
+                parts.append([])
+                total = 0
+            parts[-1].append(item)
+            total += len(item.read.target)
+        return parts
+
+    def _on_loaded(self, task: LoadTask) -> None:
+        bad: list[LoadItem] = []
+        for item in task.items:
+            if item.settled:
+                continue
+            if item.skipped:
+                cause: FailCause | None = FailCause.CANCELLED if task.crash is None else FailCause.IO_ERROR
+            else:
+                cause = item.read.failed
+            self._settle_load(item, cause)
+            if cause is FailCause.GONE or (cause is not None and cause.is_content):
+                bad.append(item)
+        self._drop_bad(bad, current=task.epoch == self._epoch)
+
+    def _settle_load(self, item: LoadItem, cause: FailCause | None) -> None:
+        item.settled = True
+        self._jobs.settle(item.waiter.job_id, item.waiter.index, cause)
+
+    def _drop_bad(self, bad: list[LoadItem], *, current: bool) -> None:
+        """Forget what is not there; have what is bad discarded, the version that was read and no other."""
+        discard: list[ReadItem] = []
+        victims: list[Victim] = []
+        for item in bad:
+            entry = self._index.get(item.read.key) if current else None
+            known = entry is not None and entry.generation == item.generation
+            if item.read.failed is FailCause.GONE:
+                if known:
+                    self._index.pop(item.read.key)
+                    self._touched.pop(item.read.key, None)
+                    self._tell_removed([Victim(item.read.key, 0)])
+                continue
+            discard.append(item.read)
+            if known:
+                victims += self._condemn([item.read.key])
+        if discard:
+            self._tell_removed(victims)
+            discarding = DiscardTask(self._client, discard, victims)
+            self._index.reserved += discarding.reserved
+            self._submit(discarding)
+
+    # time-outs
+
+    def _expire(self, now: float) -> None:
+        """Answer probes and reads whose time is up."""
+        for probe in [probe for probe in self._probes.values() if probe.deadline <= now]:
+            self._drop_queued(probe)
+            self._end_probe(probe, FailCause.TIMEOUT)
+        for task in [task for task in self._tasks() if isinstance(task, LoadTask) and task.deadline <= now]:
+            self._drop_queued(task)
+            for item in task.items:
+                # A worker that already has the permit is copying: its answer is a moment away.
+                if not item.settled and item.read.take_permit():
+                    self._settle_load(item, FailCause.TIMEOUT)
+
+    def _drop_queued(self, task: Task) -> None:
+        """A task that nobody waits for any more need not start."""
+        queue = self._lanes[task.lane]
+        if task in queue:
+            queue.remove(task)
+
+    def _cancel_loads(self, job: Job) -> None:
+        """End what is queued for a job that was cancelled."""
+        for task in list(self._lanes[Lane.LOAD]):
+            if isinstance(task, LoadTask) and all(item.job is job for item in task.items):
+                self._drop_queued(task)
+                for item in task.items:
+                    if not item.settled and item.read.take_permit():
+                        self._settle_load(item, FailCause.CANCELLED)
