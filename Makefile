@@ -48,7 +48,19 @@ install: $(DEV_STAMP) ## Create the environment with everything that tests and c
 
 .PHONY: test
 test: $(DEV_STAMP) ## Run all tests but the soak (ARGS="-k name")
-	$(PYTEST) -m "not soak and not engine" $(ARGS)
+	$(PYTEST) -m "not soak and not engine and not services" $(ARGS)
+
+# Servers come with the requirements, or by tools/services.sh from Debian; a test whose server is missing is skipped by
+# its name, unless KVSTRATA_REQUIRE names the server (KVSTRATA_REQUIRE=object,redis).
+SERVICES_STAMP := $(VENV)/.installed-services
+$(SERVICES_STAMP): $(DEV_STAMP) tools/services.sh
+	@tools/environment.sh "$(VENV)" ".[dev,services]"
+	@for stamp in "$(RUN_STAMP)" "$(DEV_STAMP)" "$@"; do echo "[$(CURDIR)]" > "$$stamp"; done
+
+.PHONY: test-services
+test-services: $(SERVICES_STAMP) ## Run the tests against real servers on loopback (Redis, S3); installs them if it may
+	tools/services.sh
+	$(PYTEST) -m "services" tests/services $(ARGS)
 
 .PHONY: check
 check: $(DEV_STAMP) ## Format, lint, types, import layers, glossary
@@ -103,7 +115,7 @@ MIN_COVERAGE := 95
 
 .PHONY: coverage
 coverage: $(DEV_STAMP) ## Run the tests and fail below $(MIN_COVERAGE) % of lines in layout, policy or core
-	$(PYTEST) -m "not soak and not engine" --cov=kvstrata --cov-report= $(ARGS)
+	$(PYTEST) -m "not soak and not engine and not services" --cov=kvstrata --cov-report= $(ARGS)
 	for part in $(COVERED); do \
 	    $(BIN)/python -m coverage report --skip-covered --show-missing --fail-under=$(MIN_COVERAGE) \
 	        --include="src/kvstrata/$$part/*"; \

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvstrata.tiers.common.claims import ClaimPlace, PlaceError
 from kvstrata.tiers.common.index import Name
-from kvstrata.tiers.remote.client import ClientSetup, FoundRecord, ReadItem, StoreClient, WriteItem
+from kvstrata.tiers.server.client import ClientSetup, FoundRecord, ReadItem, StoreClient, WriteItem
 from kvstrata.types import FailCause, OffloadKey
 
 

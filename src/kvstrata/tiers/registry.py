@@ -11,6 +11,8 @@ TIERS: dict[str, str] = {
     "memory": "kvstrata.tiers.memory:MemoryTier",
     "fs": "kvstrata.tiers.fs:FsTier",
     "disk": "kvstrata.tiers.disk:DiskTier",
+    "object": "kvstrata.tiers.object:ObjectTier",
+    "redis": "kvstrata.tiers.redis:RedisTier",
 }
 """Name of each built-in tier, and where its class is."""
 

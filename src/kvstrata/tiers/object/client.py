@@ -23,7 +23,7 @@ from kvstrata.tiers.common.claims import OWNER, PlaceError
 from kvstrata.tiers.common.index import Name
 from kvstrata.tiers.common.record import HEADER_BYTES, Identity
 from kvstrata.tiers.object.places import EXISTING, MISSING, Location, cause_of, explain
-from kvstrata.tiers.remote.client import (
+from kvstrata.tiers.server.client import (
     SCOPE_BYTES,
     ClientSetup,
     FoundRecord,
@@ -121,7 +121,7 @@ class ObjectClaims:
 
 
 class ObjectClient:
-    """A `StoreClient` (remote/client.py) over one store of obstore."""
+    """A `StoreClient` (server/client.py) over one store of obstore."""
 
     overhead = 0
     trusts_index = True

@@ -18,7 +18,7 @@ import obstore.store
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.common.claims import PlaceError
-from kvstrata.tiers.remote.secrets import read_secret_file
+from kvstrata.tiers.server.secrets import read_secret_file
 from kvstrata.types import FailCause
 
 CONNECT_S = 2.0

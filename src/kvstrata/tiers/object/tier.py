@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.base import TierContext
-from kvstrata.tiers.remote.client import StoreClient
-from kvstrata.tiers.remote.tier import RemoteSettings, RemoteTier
+from kvstrata.tiers.server.client import StoreClient
+from kvstrata.tiers.server.tier import ServerSettings, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class ObjectTier(RemoteTier):
+class ObjectTier(ServerTier):
     """One object per chunk below `url` (s3://BUCKET/PREFIX, gs://..., az://..., file:///FOLDER, memory://).
 
     `limit`: bytes that this writer's objects may take; the oldest are deleted. `shared_limit`: bytes that all writers
@@ -46,7 +46,7 @@ class ObjectTier(RemoteTier):
         probe_cost_s: float = 0.02,
         store: ObjectStore | None = None,
     ) -> None:
-        settings = RemoteSettings(
+        settings = ServerSettings(
             name,
             limit=limit,
             shared_limit=shared_limit,
@@ -64,7 +64,7 @@ class ObjectTier(RemoteTier):
     def __repr__(self) -> str:
         return f"ObjectTier({self.url!r}, name={self.name!r})"
 
-    def _make_client(self, settings: RemoteSettings, connections: int, multipart_bytes: int) -> StoreClient:
+    def _make_client(self, settings: ServerSettings, connections: int, multipart_bytes: int) -> StoreClient:
         try:
             from kvstrata.tiers.object import client, places
         except ImportError as error:
@@ -96,7 +96,7 @@ class ObjectTier(RemoteTier):
         )
 
     def open(self, context: TierContext) -> None:
-        """As every remote tier; a reference to credentials that leads nowhere is an error here, not at the store."""
+        """As every server tier; a reference to credentials that leads nowhere is an error here, not at the store."""
         from kvstrata.tiers.object import places
 
         location = places.locate(self.url or "memory://", f"tier {self.name}: url")

@@ -1,4 +1,4 @@
-"""State of one remote tier: its lanes of work, its tickets, and the part it writes in."""
+"""State of one server tier: its lanes of work, its tickets, and the part it writes in."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvstrata.tiers.common.index import Index, Name, Victim, is_served
 from kvstrata.tiers.common.jobs import Jobs
 from kvstrata.tiers.common.record import Identity
 from kvstrata.tiers.common.tasks import Ticket
-from kvstrata.tiers.remote.client import ClientSetup, StoreClient, scope_of
-from kvstrata.tiers.remote.tasks import (
+from kvstrata.tiers.server.client import ClientSetup, StoreClient, scope_of
+from kvstrata.tiers.server.tasks import (
     AttachTask,
     HoldTask,
     Lane,
@@ -33,8 +33,8 @@ NAMESPACE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """What every remote tier can be told. Bytes and seconds."""
+class ServerSettings:
+    """What every server tier can be told. Bytes and seconds."""
 
     name: str
     limit: int | None = None
@@ -96,7 +96,7 @@ class State(enum.Enum):
 class Core:
     """All of it belongs to the caller's thread; workers only append to `_outbox`."""
 
-    def __init__(self, client: StoreClient, settings: RemoteSettings) -> None:
+    def __init__(self, client: StoreClient, settings: ServerSettings) -> None:
         self.name = settings.name
         self.notices: list[str] = []
         self._settings = settings

@@ -1,4 +1,4 @@
-"""The remote tier: everything of a `Tier` (tiers/base.py) that does not depend on which store it is."""
+"""The server tier: everything of a `Tier` (tiers/base.py) that does not depend on which store it is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvstrata.errors import ConfigError, StateError
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.common.record import Identity
 from kvstrata.tiers.common.self_test import run_self_test
-from kvstrata.tiers.remote.core import RemoteSettings, State
-from kvstrata.tiers.remote.stores import Stores
-from kvstrata.tiers.remote.tasks import (
+from kvstrata.tiers.server.core import ServerSettings, State
+from kvstrata.tiers.server.stores import Stores
+from kvstrata.tiers.server.tasks import (
     AttachTask,
     DiscardTask,
     HoldTask,
@@ -25,7 +25,7 @@ from kvstrata.tiers.remote.tasks import (
 )
 from kvstrata.types import Capabilities, FailCause, Locality, Medium, OffloadKey, TierEvent, TierJob
 
-__all__ = ["RemoteSettings", "RemoteTier"]
+__all__ = ["ServerSettings", "ServerTier"]
 
 SELF_TEST_S = 5.0
 TOUCH_INTERVAL_S = 10.0
@@ -33,7 +33,7 @@ TOUCHES_PER_TASK = 1024
 NAMESPACE_BYTES = 16
 
 
-class RemoteTier(Stores):
+class ServerTier(Stores):
     """One store behind a server. Made by the tiers that are built on it, each with its client.
 
     Keys are 36 bytes (a 32-byte block hash and the group). `open` fails only for what the operator has to change (a

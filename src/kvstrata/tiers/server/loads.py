@@ -1,4 +1,4 @@
-"""A remote tier's answers about what the store has, its reads, and their time-outs."""
+"""A server tier's answers about what the store has, its reads, and their time-outs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from kvstrata.tiers.common.index import Victim
 from kvstrata.tiers.common.jobs import Job
 from kvstrata.tiers.common.tasks import Waiter
-from kvstrata.tiers.remote.client import ReadItem
-from kvstrata.tiers.remote.core import Core, State
-from kvstrata.tiers.remote.tasks import DiscardTask, Lane, LoadItem, LoadTask, ProbeTask, Task
+from kvstrata.tiers.server.client import ReadItem
+from kvstrata.tiers.server.core import Core, State
+from kvstrata.tiers.server.tasks import DiscardTask, Lane, LoadItem, LoadTask, ProbeTask, Task
 from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, ProbeDone, TierJob, TierUsage
 
 

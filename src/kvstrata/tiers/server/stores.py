@@ -14,10 +14,10 @@ from kvstrata.tiers.common.index import Victim
 from kvstrata.tiers.common.jobs import Job
 from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.common.tasks import Ticket, Waiter
-from kvstrata.tiers.remote.client import WriteItem
-from kvstrata.tiers.remote.core import State
-from kvstrata.tiers.remote.loads import Loads
-from kvstrata.tiers.remote.tasks import DiscardTask, RemoveTask, StoreItem, StoreTask
+from kvstrata.tiers.server.client import WriteItem
+from kvstrata.tiers.server.core import State
+from kvstrata.tiers.server.loads import Loads
+from kvstrata.tiers.server.tasks import DiscardTask, RemoveTask, StoreItem, StoreTask
 from kvstrata.types import KEY_BYTES, FailCause, OffloadKey, TierJob
 
 SCAN_PATIENCE_S = 5.0

@@ -1,4 +1,4 @@
-"""What workers do for a remote tier, by its client. Orders go in, results come out; see `common.tasks`."""
+"""What workers do for a server tier, by its client. Orders go in, results come out; see `common.tasks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstrata.tiers.common import tasks
 from kvstrata.tiers.common.claims import Claim, Owner, PlaceError, Refusal, give_back, holds, take_part
 from kvstrata.tiers.common.index import Name, Victim
 from kvstrata.tiers.common.tasks import Ticket, Waiter
-from kvstrata.tiers.remote.client import ClientSetup, FoundRecord, ReadItem, StoreClient, WriteItem
+from kvstrata.tiers.server.client import ClientSetup, FoundRecord, ReadItem, StoreClient, WriteItem
 from kvstrata.types import FailCause, OffloadKey
 
 

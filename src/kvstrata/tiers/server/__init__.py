@@ -8,7 +8,7 @@ stores    room for new records, writing, removing, cancelling
 tier      the `Tier` itself: open, close, poll, self-test
 """
 
-from kvstrata.tiers.remote.client import ReadItem, StoreClient, WriteItem
-from kvstrata.tiers.remote.tier import RemoteSettings, RemoteTier
+from kvstrata.tiers.server.client import ReadItem, StoreClient, WriteItem
+from kvstrata.tiers.server.tier import ServerSettings, ServerTier
 
-__all__ = ["ReadItem", "RemoteSettings", "RemoteTier", "StoreClient", "WriteItem"]
+__all__ = ["ReadItem", "ServerSettings", "ServerTier", "StoreClient", "WriteItem"]

@@ -1,6 +1,6 @@
 """What a store behind a server must offer to become a tier: eleven blocking methods and three facts.
 
-`RemoteTier` does the rest: jobs, time-outs, the limit, eviction, recovery, the self-test. A client knows where things
+`ServerTier` does the rest: jobs, time-outs, the limit, eviction, recovery, the self-test. A client knows where things
 lie in its store, how a batch goes there and back, and what an error means. It is used by several workers at once; no
 method raises anything but `PlaceError`, and only where that is said.
 """

@@ -1,0 +1,180 @@
+"""Real servers for the services tests: started on loopback with an own folder, stopped, frozen, and always ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+START_S = 30.0
+PAUSE_S = 0.02
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(found: Any, what: str, limit_s: float = START_S) -> Any:
+    """Call `found` until it gives something true; at most `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    while True:
+        result = found()
+        if result:
+            return result
+        assert time.monotonic() < end, f"{what}: not within {limit_s} s"
+        time.sleep(PAUSE_S)
+
+
+class Server:
+    """One process on one port; `start` again after `kill` gives a new, empty one on the same port."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        """How it is started."""
+        raise NotImplementedError
+
+    def answers(self) -> bool:
+        """Whether it serves requests."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start, and wait until it answers. A port that was taken meanwhile is replaced, but for a restart."""
+        first = self.process is None
+        for attempt in range(3):
+            if attempt and first:
+                self.port = free_port()
+            with (self.place / "log.txt").open("ab") as log:
+                self.process = subprocess.Popen(
+                    self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.place
+                )
+            wait_until(lambda: self.answers() or self.process.poll() is not None, f"start of {self.command()[0]}")
+            if self.process.poll() is None:
+                return
+        raise AssertionError(f"{self.command()[0]} ended at once: {(self.place / 'log.txt').read_text()[-500:]}")
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+    def freeze(self) -> None:
+        """It keeps its connections and answers nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """It goes on."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Any:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thaw()
+        self.kill()
+
+
+class RedisServer(Server):
+    """redis-server or valkey-server, keeping nothing on disk."""
+
+    PROGRAMS = ("redis-server", "valkey-server")
+
+    def __init__(self, place: Path, *options: str) -> None:
+        super().__init__(place)
+        self.options = options
+
+    @classmethod
+    def program(cls) -> str | None:
+        """The first of the programs that is installed."""
+        return next((found for name in cls.PROGRAMS if (found := shutil.which(name))), None)
+
+    @classmethod
+    def version(cls) -> str:
+        """What it says of itself."""
+        program = cls.program()
+        assert program is not None
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+        return f"{Path(program).name} {said.split('v=')[1].split()[0]}"
+
+    def command(self) -> list[str]:
+        program = self.program()
+        assert program is not None
+        fixed = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.place)]
+        return [program, "--port", str(self.port), *fixed, *self.options]
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 0.2) as connection:
+                connection.settimeout(1.0)
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16)[:1] in (b"+", b"-")
+        except OSError:
+            return False
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+
+class S3Server(Server):
+    """moto's S3 server behind `s3_server.py`, which counts requests and can be slow or refuse."""
+
+    BUCKET = "kv-bucket"
+
+    def command(self) -> list[str]:
+        return [sys.executable, str(Path(__file__).with_name("s3_server.py")), str(self.port), self.BUCKET]
+
+    def answers(self) -> bool:
+        try:
+            return bool(self._ask("counts")["ready"])
+        except OSError:
+            return False
+
+    @staticmethod
+    def version() -> str:
+        """The version of moto."""
+        from importlib.metadata import version
+
+        return f"moto {version('moto')}"
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def _ask(self, what: str, **fields: float) -> Any:
+        data = json.dumps(fields).encode() if fields else None
+        with urllib.request.urlopen(f"{self.endpoint}/__control/{what}", data, timeout=5) as answer:
+            return json.load(answer)
+
+    def counts(self) -> dict[str, int]:
+        """Requests so far by method (LIST apart), `begun` and `peak` (most at once)."""
+        return dict(self._ask("counts"))
+
+    def behave(self, *, delay_s: float = 0.0, refuse: bool = False) -> None:
+        """How requests are answered from now on; counts start anew."""
+        self._ask("behave", delay_s=delay_s, refuse=float(refuse))
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment, for a child."""
+    return {**os.environ, **more}
