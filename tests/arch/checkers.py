@@ -34,7 +34,8 @@ LAYERS: Mapping[str, frozenset[str]] = {
     "testing": _RUNTIME,
     "sim": _RUNTIME | {"testing"},
     "integrations": _RUNTIME,
-    "cli": _RUNTIME | {"testing", "sim", "integrations"},
+    "bench": _RUNTIME,
+    "cli": _RUNTIME | {"testing", "sim", "integrations", "bench"},
     "__main__": frozenset({"cli"}),
 }
 """Package or module below kvstrata -> the others that it may import."""

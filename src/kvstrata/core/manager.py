@@ -19,6 +19,7 @@ from kvstrata.core.invariants import check_all
 from kvstrata.core.ledger import Job
 from kvstrata.core.loads import Loads
 from kvstrata.core.messages import (
+    WAIT,
     Answer,
     CacheEvent,
     CancelJob,
@@ -70,9 +71,14 @@ class Statistics:
     requests: int
     waiting: int
     queued: int
+    fetching: int
     jobs: int
     oldest_job_s: float
     alarms: Sequence[Alarm] = ()
+
+
+_UNTIMED_WAITS = WAITING - {RequestState.QUEUED}
+"""Waits whose clocks run by themselves: a poll counts nothing."""
 
 
 class TieringOffloadingManager:
@@ -179,22 +185,33 @@ class TieringOffloadingManager:
         for kept, new in zip(request.keys, keys, strict=True):
             kept.extend(new)
 
+    def waits(self, request_id: str, computed: int, total: int) -> bool:
+        """Whether a poll would only be answered "wait" now, because nothing has changed; counts as that poll.
+
+        Three comparisons. It changes nothing but the time of last contact, so it may be called from the engine's
+        thread while another thread is inside the core: what that thread decides is seen by the next call.
+        """
+        request = self._core.requests.get(request_id)
+        if (
+            request is None
+            or request.state not in _UNTIMED_WAITS
+            or computed != request.computed
+            or total != request.total
+            or request.door is not Door.TWO_PHASE
+        ):
+            return False
+        request.last_poll = self._core.now
+        return True
+
     def poll(self, request_id: str, computed: int, total: int) -> Answer:
         """The two-phase door: external tokens at hand when the engine has `computed` of `total`, or "wait".
 
         Every hit that is not None is to be answered with `take`, also 0.
         """
+        if self.waits(request_id, computed, total):
+            return WAIT
         core = self._core
         request = core.requests.require(request_id)
-        if (
-            computed == request.computed
-            and total == request.total
-            and request.state in WAITING
-            and request.state is not RequestState.QUEUED
-            and request.door is Door.TWO_PHASE
-        ):
-            request.last_poll = core.now
-            return self._two_phase.answer(request)
         answer = self._two_phase.poll(request, computed, total)
         if core.room or core.pump or core.dirty:
             self._settle(changed=False)
@@ -476,14 +493,13 @@ class TieringOffloadingManager:
     def idle(self) -> bool:
         """Whether nothing waits, nothing is in flight and nothing is queued."""
         core = self._core
-        waiting = any(r.state in WAITING for r in core.requests.values())
+        waiting = core.requests.waiting > 0
         queued = any(tier.queue or tier.cascades for tier in core.tiers)
         return not (waiting or queued or len(core.ledger) or self._presence.probes or core.commands)
 
     def statistics(self) -> Statistics:
-        """A frozen snapshot; the counters in it are copies."""
+        """A frozen snapshot; the counters in it are copies. O(1) in requests and chunks."""
         core = self._core
-        states = [r.state for r in core.requests.values()]
         tiers = {tier.port.name: tier.counters.copy() for tier in core.tiers}
         oldest = core.ledger.oldest(core.now)
         return Statistics(
@@ -491,8 +507,9 @@ class TieringOffloadingManager:
             tiers,
             core.residency.statistics(),
             len(core.requests),
-            sum(state in WAITING for state in states),
+            core.requests.waiting,
             len(self._grants),
+            core.requests.population[RequestState.FETCHING],
             len(core.ledger),
             oldest,
             alarms(tiers, oldest, core.config.job_total_s),

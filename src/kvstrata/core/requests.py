@@ -26,6 +26,8 @@ class RequestState(enum.Enum):
     RUNNING = "running"  # the engine computes
     FINISHED = "finished"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call in every set look-up
+
 
 S = RequestState
 MOVES: dict[RequestState, frozenset[RequestState]] = {
@@ -127,11 +129,17 @@ class Request:
     """Per-key door: since when a key has not been known, by tier."""
     anchors: dict[int, OffloadKey] = field(default_factory=dict)
     """Per group: key of the last chunk stored for this request."""
+    population: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
+    """How many records of its table are in each state; shared by them all."""
 
     def move(self, state: RequestState) -> None:
         """Change state; an illegal move is a bug."""
-        if state not in MOVES[self.state] and state is not self.state:
+        if state is self.state:
+            return
+        if state not in MOVES[self.state]:
             raise InternalError(f"request {self.request_id}: {self.state.value} -> {state.value} is not a legal move")
+        self.population[self.state] -= 1
+        self.population[state] += 1
         self.state = state
 
     def enter(self, door: Door) -> None:
@@ -184,10 +192,12 @@ class Request:
 class RequestTable:
     """All records by id, at most `most`; the longest silent one is to go first."""
 
-    __slots__ = ("_by_id", "_most", "_orders", "_silent")
+    __slots__ = ("_by_id", "_most", "_orders", "_silent", "population")
 
     def __init__(self, most: int) -> None:
         self._by_id: dict[str, Request] = {}
+        self.population: dict[RequestState, int] = dict.fromkeys(RequestState, 0)
+        """How many records are in each state."""
         self._most = most
         self._orders = 0
         self._silent: list[tuple[float, int, Request]] = []
@@ -212,6 +222,8 @@ class RequestTable:
         if request.request_id in self._by_id:
             raise StateError(f"request {request.request_id}: added twice")
         self._by_id[request.request_id] = request
+        request.population = self.population
+        self.population[request.state] += 1
         if len(self._silent) > 2 * len(self._by_id) + 64:
             self._silent = [entry for entry in self._silent if self._by_id.get(entry[2].request_id) is entry[2]]
             heapq.heapify(self._silent)
@@ -222,7 +234,13 @@ class RequestTable:
 
     def remove(self, request: Request) -> None:
         """Strike out a record."""
-        self._by_id.pop(request.request_id, None)
+        if self._by_id.pop(request.request_id, None) is not None:
+            self.population[request.state] -= 1
+
+    @property
+    def waiting(self) -> int:
+        """How many records wait for an answer."""
+        return sum(self.population[state] for state in WAITING)
 
     def values(self) -> list[Request]:
         """All records."""

@@ -20,7 +20,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvstrata.core.messages import CancelJob, Command, PurgeTier, RemoveKeys, SubmitLoad, SubmitStore, TouchKeys
+from kvstrata.core.messages import (
+    WAIT,
+    Answer,
+    CancelJob,
+    Command,
+    PurgeTier,
+    RemoveKeys,
+    SubmitLoad,
+    SubmitStore,
+    TouchKeys,
+)
 from kvstrata.errors import StateError
 from kvstrata.runtime.executor import Signal, Worker, make_lock
 from kvstrata.runtime.guard import GuardedTier
@@ -55,6 +65,18 @@ class Drivable(Protocol):
 
     def on_event(self, tier: int, event: TierEvent) -> None:
         """Apply one event of a tier."""
+        ...
+
+    def waits(self, request_id: str, computed: int, total: int) -> bool:
+        """Whether a poll would only be answered "wait"; may be called without the lock."""
+        ...
+
+    def poll(self, request_id: str, computed: int, total: int) -> Answer:
+        """The two-phase door."""
+        ...
+
+    def on_schedule_end(self) -> None:
+        """The engine's step is over."""
         ...
 
     def purge_submitted(self, tier: int, ticket: int) -> None:
@@ -135,6 +157,21 @@ class Driver(Generic[M]):
     def stuck(self) -> bool:
         """Whether the core's time does not move, because setting it raises: its clocks do not run."""
         return self._stuck
+
+    def poll(self, request_id: str, computed: int, total: int) -> Answer:
+        """One request's poll: a step of its own, unless it only waits, which takes no lock and asks no tier.
+
+        What arrives while all requests wait is applied by `end_step`, or by the driver's thread.
+        """
+        if self._manager.waits(request_id, computed, total):
+            return WAIT
+        with self.step() as manager:
+            return manager.poll(request_id, computed, total)
+
+    def end_step(self) -> None:
+        """The engine's scheduler step is over."""
+        with self.step() as manager:
+            manager.on_schedule_end()
 
     def wake(self) -> None:
         """Say that a tier has events. From any thread, also from inside a tier's method; never blocks."""

@@ -1,0 +1,1 @@
+"""What `kvstrata bench` measures: workloads, the tiers below them, and one module per measurement. `cli` prints it."""

@@ -1,0 +1,146 @@
+"""The rows of `bench resolve`: both sides of each workload, and what of a row is not as it must be."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstrata.bench.peer import SECONDS_PER_KEY, Peer, StandAlone, scaled
+from kvstrata.bench.resolve import Prepared, Side, best, measure, measure_with_threads
+from kvstrata.bench.workloads import Workload
+from kvstrata.runtime.clock import SystemClock
+
+RUNS = 5
+AGREEMENT = 0.20
+"""How far vLLM's figures may be from those of the stand-alone script."""
+ATTEMPTS = 4
+"""How often both are measured, in turn, before they count as apart: other work on the machine moves single runs."""
+THREAD_KEYS = 100_000
+"""Rows with more keys are not measured with threads as well."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much time one row may take; seconds."""
+
+    vllm_s: float = 60.0
+    """vLLM's side in all, `runs` runs: beyond it fewer requests are measured and the row is scaled."""
+    own_s: float = 30.0
+    """Ours: beyond it fewer runs are made, at least one."""
+    runs: int = RUNS
+
+    def requests(self, workload: Workload) -> int:
+        """How many of the workload's requests vLLM's side can be measured with."""
+        one = workload.keys_per_request * SECONDS_PER_KEY * self.runs
+        return max(1, min(workload.requests, int(self.vllm_s / one)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Who is measured beside kvstrata: nobody, or vLLM and its check."""
+
+    peer: Peer | None = None
+    alone: StandAlone | None = None
+    threads: bool = True
+
+
+def settle() -> None:
+    """What is loaded by now is left out of every garbage collection to come, as engines do: both sides get that."""
+    gc.collect()
+    gc.freeze()
+
+
+def measure_row(prepared: Prepared, sides: Sides, budget: Budget) -> Row:
+    """One row; with "error" instead of figures if something went wrong."""
+    workload = prepared.workload
+    row: Row = {
+        "layout": workload.layout_name,
+        "presence": workload.presence,
+        "requests": workload.requests,
+        "tokens": workload.tokens,
+        "keys": workload.requests * workload.keys_per_request,
+        "scaled": False,
+    }
+    try:
+        own = repeat(lambda: measure(prepared, sync_probe=True), budget.runs, budget.own_s)
+        row["kvstrata"] = own.as_row()
+        late = repeat(lambda: measure(prepared, sync_probe=False), budget.runs, budget.own_s)
+        row["late_probes"] = {"kvstrata": late.as_row()}
+        if sides.peer is not None:
+            _add_peer(row, prepared, own, sides.peer, sides.alone, budget)
+        if sides.threads and row["keys"] <= THREAD_KEYS:
+            _add_threads(row, prepared, sides)
+    except Exception as error:  # one row that fails must not hide the others
+        row["error"] = f"{type(error).__name__}: {error}"
+    return row
+
+
+def repeat(run: Callable[[], Side], runs: int, most_s: float) -> Side:
+    """The best of some runs; fewer, at least one, if they would take longer than `most_s`."""
+    clock = SystemClock()
+    began = clock.monotonic()
+    done: list[Side] = []
+    while len(done) < runs:
+        done.append(run())
+        spent = clock.monotonic() - began
+        if spent * (len(done) + 1) / len(done) > most_s:
+            break
+    return best(done)
+
+
+def _add_peer(row: Row, prepared: Prepared, own: Side, peer: Peer, alone: StandAlone | None, budget: Budget) -> None:
+    """vLLM's side, beside its stand-alone script on the same prompts."""
+    workload, requests = prepared.workload, budget.requests(prepared.workload)
+    factor = workload.requests / requests
+    theirs = repeat(lambda: peer.run(prepared, requests), budget.runs, budget.vllm_s)
+    if alone is not None:
+        theirs = _check(row, prepared, theirs, requests, peer, alone)
+    row["scaled"] = factor > 1
+    row["vllm"] = scaled(theirs, factor).as_row()
+    row["vllm"]["measured_requests"] = requests
+    row["submit_ratio"] = round(row["vllm"]["submit_s"] / own.submit_s, 2)
+    row["step_ratio"] = round(row["vllm"]["step_s"] / own.step_s, 2)
+    late = row["late_probes"]
+    late["submit_ratio"] = round(row["vllm"]["submit_s"] / late["kvstrata"]["submit_s"], 2)
+
+
+def _check(row: Row, prepared: Prepared, theirs: Side, requests: int, peer: Peer, alone: StandAlone) -> Side:
+    """Compare with the stand-alone script; what disagrees is measured again, both in turn."""
+    seconds: dict[str, float] = {}
+    for _ in range(ATTEMPTS):
+        told = alone.run(prepared.workload, requests, theirs.runs if not seconds else 1)
+        seconds = {name: min(told[name], seconds.get(name, told[name])) for name in ("submit_s", "step_s")}
+        ratios = {name: getattr(theirs, name) / value for name, value in seconds.items()}
+        row["baseline"] = {**seconds, **{f"{name[:-2]}_ratio": round(ratio, 3) for name, ratio in ratios.items()}}
+        if all(abs(ratio - 1.0) <= AGREEMENT for ratio in ratios.values()):
+            break
+        theirs = best([theirs, peer.run(prepared, requests)])
+    return theirs
+
+
+def _add_threads(row: Row, prepared: Prepared, sides: Sides) -> None:
+    """Once with tiers that answer on a thread of their own."""
+    row["executors"] = {"kvstrata": measure_with_threads(prepared)}
+    if sides.peer is not None:
+        row["executors"]["vllm"] = sides.peer.run_with_threads(prepared, prepared.workload.requests)
+
+
+def complaints(row: Mapping[str, Any]) -> list[str]:
+    """What of a row fails the run."""
+    name = f"{row['layout']}/{row['presence']}/{row['requests']}/{row['tokens']}"
+    if "error" in row:
+        return [f"{name}: {row['error']}"]
+    own, found = row["kvstrata"], []
+    if own["promoted"] != own["consumed"]:
+        found.append(f"{name}: promoted {own['promoted']}, consumed {own['consumed']}")
+    for what in ("submit", "step"):
+        ratio = row.get("baseline", {}).get(f"{what}_ratio", 1.0)
+        if abs(ratio - 1.0) > AGREEMENT:
+            found.append(f"{name}: vLLM's {what} time is {ratio} of the stand-alone script's")
+    if "vllm" in row and own["cpu_s"] > row["vllm"]["cpu_s"]:
+        found.append(f"{name}: {own['cpu_s']:.6f} s of CPU, vLLM {row['vllm']['cpu_s']:.6f}")
+    return found

@@ -1,0 +1,112 @@
+"""`kvstrata bench resolve` and `bench step`: small runs, their JSON, and what makes a run fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstrata.bench.resolve import Prepared, Side, best, measure, measure_with_threads
+from kvstrata.bench.rows import Budget, complaints
+from kvstrata.bench.workloads import LAYOUTS, PRESENCES, Workload, table
+from kvstrata.cli.app import build_app, run
+from kvstrata.errors import StateError
+
+SIDE = ("submit_s", "step_s", "promoted", "consumed", "probed", "cpu_s")
+
+
+def rows_of(path: Path) -> list[dict[str, object]]:
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def test_the_table_has_a_row_for_every_combination() -> None:
+    rows = table()
+    assert len(rows) == len({row.name for row in rows}) == 5 * 5 * 3 * 3
+    assert {(row.requests, row.tokens) for row in rows} == {
+        (r, t) for r in (1, 20, 200) for t in (8_192, 32_768, 131_072)
+    }
+
+
+def test_rows_are_chosen_by_parts_of_their_names() -> None:
+    assert [row.name for row in table("plain/all/20/32768")] == ["plain/all/20/32768"]
+    assert {row.layout_name for row in table("sliding,recurrent/none")} == {"sliding", "recurrent"}
+    assert len(table("*/none/1/8192")) == len(LAYOUTS)
+    assert table("plain/some") == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("presence", PRESENCES)
+def test_promoted_is_consumed_whatever_is_present(layout: str, presence: str) -> None:
+    prepared = Prepared(Workload(layout, presence, 2, 2048))
+    at_once, late = measure(prepared, sync_probe=True), measure(prepared, sync_probe=False)
+    assert at_once.promoted == at_once.consumed == late.promoted == late.consumed
+    assert (at_once.promoted == 0) == (presence == "none" or (layout == "sliding" and presence == "window-holes")
+                                       or (layout == "five-to-one" and presence == "window-holes"))  # fmt: skip
+    assert late.probed <= at_once.probed <= prepared.workload.requests * prepared.workload.keys_per_request
+
+
+def test_threads_give_the_same_counts() -> None:
+    prepared = Prepared(Workload("sliding", "all", 2, 2048))
+    told = measure_with_threads(prepared)
+    assert told["promoted"] == told["consumed"] == measure(prepared, sync_probe=True).promoted
+
+
+def test_resolve_writes_and_keeps_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    first = ["bench", "resolve", "--rows", "recurrent/all/1/8192", "--repeat", "1", "--json", str(file)]
+    assert run(build_app(), first) == 0
+    (row,) = rows_of(file)
+    assert {"layout", "presence", "requests", "tokens", "keys", "scaled", "kvstrata", "executors"} <= set(row)
+    assert set(SIDE) <= set(row["kvstrata"])  # type: ignore[call-overload]
+    assert row["keys"] == 4 * (8192 // 528)
+    again = ["bench", "resolve", "--rows", "recurrent/none/1/8192", "--repeat", "1", "--no-threads", "--append"]
+    assert run(build_app(), [*again, "--json", str(file)]) == 0
+    assert [row["presence"] for row in rows_of(file)] == ["all", "none"]
+    assert "recurrent/none/1/8192" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rows", "nothing"], "no row"),
+        (["--vs", "lmcache"], "vllm is all there is"),
+        (["--repeat", "0"], "--repeat"),
+        (["--budget", "0"], "--budget"),
+    ],
+)
+def test_bad_options_are_told(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(build_app(), ["bench", "resolve", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_row_is_complained_about() -> None:
+    side = {"promoted": 3, "consumed": 3, "cpu_s": 1.0}
+    row = {"layout": "plain", "presence": "all", "requests": 1, "tokens": 8, "kvstrata": side, "vllm": {"cpu_s": 2.0}}
+    assert complaints(row) == []
+    assert complaints({**row, "error": "ValueError: no"}) == ["plain/all/1/8: ValueError: no"]
+    assert "promoted 4" in complaints({**row, "kvstrata": side | {"promoted": 4}})[0]
+    assert "CPU" in complaints({**row, "vllm": {"cpu_s": 0.5}})[0]
+    assert "stand-alone" in complaints({**row, "baseline": {"submit_ratio": 1.3}})[0]
+
+
+def test_runs_that_count_differently_are_an_error() -> None:
+    one = Side(1.0, 1.0, 5, 5, 5, 1.0, 1.0, 1.0, 1.0)
+    assert best([one, Side(2.0, 0.5, 5, 5, 5, 1.0, 1.0, 1.0, 1.0)]).step_s == 0.5
+    with pytest.raises(StateError):
+        best([one, Side(1.0, 1.0, 6, 5, 5, 1.0, 1.0, 1.0, 1.0)])
+
+
+def test_a_budget_measures_fewer_requests() -> None:
+    work = Workload("five-to-one", "all", 200, 131_072)
+    assert 1 <= Budget(vllm_s=60.0).requests(work) < 200
+    assert Budget(vllm_s=0.001).requests(work) == 1
+    assert Budget().requests(Workload("recurrent", "all", 200, 8192)) == 200
+
+
+def test_step_writes_its_row(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    small = ["--slots", "1000", "--batches", "5", "--batch", "16"]
+    assert run(build_app(), ["bench", "step", *small, "--json", str(file)]) == 0
+    (row,) = rows_of(file)
+    assert (row["slots"], row["tiers"], row["batch"]) == (1000, 2, 16)
