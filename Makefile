@@ -58,7 +58,7 @@ $(SERVICES_STAMP): $(DEV_STAMP) tools/services.sh
 	@for stamp in "$(RUN_STAMP)" "$(DEV_STAMP)" "$@"; do echo "[$(CURDIR)]" > "$$stamp"; done
 
 .PHONY: test-services
-test-services: $(SERVICES_STAMP) ## Run the tests against real servers on loopback (Redis, S3); installs them if it may
+test-services: $(SERVICES_STAMP) ## Run the tests against real servers on loopback (Redis, S3, Mooncake); installs them if it may
 	tools/services.sh
 	$(PYTEST) -m "services" tests/services $(ARGS)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import RedisServer, S3Server
+from servers import MooncakeServer, RedisServer, S3Server
 from services_kit import KNOWN, REQUIRED, VERSIONS, find_server
 
 _passed: dict[str, int] = {}
@@ -30,6 +30,14 @@ def s3_server(tmp_path: Path) -> Iterator[S3Server]:
     """A fresh S3 with one bucket."""
     find_server("object")
     with S3Server(_folder(tmp_path, "s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def mooncake_server(tmp_path: Path) -> Iterator[MooncakeServer]:
+    """A fresh Mooncake master."""
+    find_server("mooncake")
+    with MooncakeServer(_folder(tmp_path, "mooncake")) as server:
         yield server
 
 

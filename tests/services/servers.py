@@ -175,6 +175,64 @@ class S3Server(Server):
         self._ask("behave", delay_s=delay_s, refuse=float(refuse))
 
 
+class MooncakeServer(Server):
+    """mooncake_master with its HTTP metadata server; `segment` bytes of memory come from the tiers that connect."""
+
+    def __init__(self, place: Path, address: str = "127.0.0.1") -> None:
+        super().__init__(place)
+        self.address = address
+        self.metadata_port, self.admin_port = free_port(), free_port()
+
+    @classmethod
+    def program(cls) -> str | None:
+        """Where the wheel has put it."""
+        beside = Path(sys.executable).with_name("mooncake_master")
+        return str(beside) if beside.exists() else shutil.which("mooncake_master")
+
+    @classmethod
+    def version(cls) -> str:
+        """What it says of itself."""
+        program = cls.program()
+        assert program is not None
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+        return f"mooncake_master {said.split('version')[1].split()[0]}"
+
+    def command(self) -> list[str]:
+        program = self.program()
+        assert program is not None
+        return [
+            program,
+            f"-rpc_port={self.port}",
+            f"-rpc_address={self.address}",
+            "-enable_http_metadata_server=true",
+            f"-http_metadata_server_host={self.address}",
+            f"-http_metadata_server_port={self.metadata_port}",
+            f"-metrics_port={self.admin_port}",
+        ]
+
+    def answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.admin}/health", timeout=0.5) as answer:
+                return b"ok" in answer.read()
+        except OSError:
+            return False
+
+    @property
+    def master(self) -> str:
+        """Where requests go."""
+        return f"{self.address}:{self.port}"
+
+    @property
+    def metadata(self) -> str:
+        """Where processes find each other."""
+        return f"http://{self.address}:{self.metadata_port}/metadata"
+
+    @property
+    def admin(self) -> str:
+        """Where the master tells about itself."""
+        return f"http://{self.address}:{self.admin_port}"
+
+
 def environment(**more: str) -> dict[str, str]:
     """This process's environment, for a child."""
     return {**os.environ, **more}

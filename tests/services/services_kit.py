@@ -6,7 +6,7 @@ import importlib.util
 import os
 
 import pytest
-from servers import RedisServer, S3Server, Server
+from servers import MooncakeServer, RedisServer, S3Server, Server
 
 REQUIRED = [name for name in os.environ.get("KVSTRATA_REQUIRE", "").split(",") if name]
 KNOWN = ("object", "redis", "mooncake")
@@ -23,6 +23,9 @@ def find_server(name: str) -> type[Server]:
     if name == "object" and importlib.util.find_spec("moto") and importlib.util.find_spec("boto3"):
         VERSIONS[name] = S3Server.version()
         return S3Server
+    if name == "mooncake" and MooncakeServer.program() is not None and importlib.util.find_spec("mooncake"):
+        VERSIONS[name] = MooncakeServer.version()
+        return MooncakeServer
     missing = f"{name}: no server for it is installed here; make test-services installs it"
     if name in REQUIRED:
         pytest.fail(missing)

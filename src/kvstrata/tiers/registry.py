@@ -11,6 +11,7 @@ TIERS: dict[str, str] = {
     "memory": "kvstrata.tiers.memory:MemoryTier",
     "fs": "kvstrata.tiers.fs:FsTier",
     "disk": "kvstrata.tiers.disk:DiskTier",
+    "mooncake": "kvstrata.tiers.mooncake:MooncakeTier",
     "object": "kvstrata.tiers.object:ObjectTier",
     "redis": "kvstrata.tiers.redis:RedisTier",
 }

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 TIER_THREADS = 4
 DRAIN_PAUSE_S = 0.005
-SIZES = ("limit", "min_free", "segment_bytes", "queue_bytes")
+SIZES = ("limit", "shared_limit", "min_free", "segment", "segment_bytes", "queue_bytes")
 """Options of tiers that are sizes and may be written as text."""
 
 

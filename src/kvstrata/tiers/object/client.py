@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from obstore.store import ObjectStore
 from kvstrata.tiers.base import Clock
 from kvstrata.tiers.common.claims import OWNER, PlaceError
 from kvstrata.tiers.common.index import Name
+from kvstrata.tiers.common.memo import Memo
 from kvstrata.tiers.common.record import HEADER_BYTES, Identity
 from kvstrata.tiers.object.places import EXISTING, MISSING, Location, cause_of, explain
 from kvstrata.tiers.server.client import (
@@ -38,25 +38,10 @@ T = TypeVar("T")
 
 PARTS_S = 1.0
 """How long the list of parts is believed."""
-MAX_REMEMBERED = 65_536
-"""Most keys whose part, and most bad objects whose version, is remembered."""
 LIST_PAGE = 1000
 MULTIPART_PIECE = 16 << 20
 
 _RECORD = re.compile(f"([0-9a-f]{{{2 * SCOPE_BYTES}}})/([0-9a-f]{{{2 * KEY_BYTES}}})")
-
-
-class Memo(OrderedDict[str, str]):
-    """A bounded memory of texts, the oldest forgotten first. Used by several workers: each step is one call."""
-
-    def note(self, name: str, value: str) -> None:
-        """Remember a value."""
-        self[name] = value
-        while len(self) > MAX_REMEMBERED:
-            try:
-                self.popitem(last=False)
-            except KeyError:
-                return
 
 
 class ObjectClaims:

@@ -1,0 +1,5 @@
+"""The mooncake tier: Mooncake Store, straight from and into primary."""
+
+from kvstrata.tiers.mooncake.tier import MooncakeTier
+
+__all__ = ["MooncakeTier"]

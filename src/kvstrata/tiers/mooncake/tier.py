@@ -1,0 +1,95 @@
+"""The mooncake tier: one object per chunk in a Mooncake Store, zero copies."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kvstrata.errors import ConfigError
+from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.mooncake.arena import RECORDS
+from kvstrata.tiers.mooncake.client import Connection, MooncakeClient, library
+from kvstrata.tiers.server.tier import ServerSettings, ServerTier
+from kvstrata.types import Capabilities, Locality, Medium
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+class MooncakeTier(ServerTier):
+    """Chunks in the Mooncake Store of `master` (HOST:PORT), whose metadata server is at the URL `metadata`.
+
+    `protocol`: tcp or rdma, with `devices` for the latter. `hostname`: how others reach this process. `segment`: bytes
+    of memory that this process adds to the store; 0 if other processes bring the memory. `limit`: bytes that this
+    writer's records may take; `shared_limit`, `part`: see docs/tiers.md. `admin`: URL of the master's HTTP server; with
+    it a restarted engine finds what its part holds, without it it clears its part. `prefix`: what names in the store
+    begin with. `replicas`: copies that the store keeps. `store`: a connected MooncakeDistributedStore, for tests and
+    embedding.
+    """
+
+    medium = Medium.MEMORY_STORE
+    locality = Locality.SHARED
+
+    def __init__(
+        self,
+        master: str = "",
+        metadata: str = "",
+        *,
+        name: str = "mooncake",
+        limit: int | None = None,
+        shared_limit: int | None = None,
+        part: str = "",
+        protocol: str = "tcp",
+        devices: str = "",
+        hostname: str = "127.0.0.1",
+        segment: int = 0,
+        admin: str = "",
+        prefix: str = "kvstrata",
+        replicas: int = 1,
+        verify: bool = True,
+        timeout_s: float = 5.0,
+        retry_s: float = 1.0,
+        probe_cost_s: float = 0.001,
+        store: Any = None,
+    ) -> None:
+        at = f"tier {name}"
+        if store is None:
+            for option, value in (("master", master), ("metadata", metadata)):
+                if not isinstance(value, str) or not value:
+                    raise ConfigError(f"{at}: {option}: is needed, the address of the Mooncake {option} server")
+        if protocol not in ("tcp", "rdma"):
+            raise ConfigError(f"{at}: protocol: {protocol!r} must be tcp or rdma")
+        if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+            raise ConfigError(f"{at}: prefix: {prefix!r} must be letters, digits, '-' or '_'")
+        for option, count, least in (("segment", segment, 0), ("replicas", replicas, 1)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < least:
+                raise ConfigError(f"{at}: {option}: {count!r} must be a whole number, at least {least}")
+        try:
+            library()
+        except ImportError as error:
+            raise ConfigError(
+                f"{at}: needs mooncake-transfer-engine (pip install 'kvstrata[mooncake]') and libibverbs1: {error}"
+            ) from error
+        self.capabilities = Capabilities(sync_probe=False, probe_cost_s=probe_cost_s, shared=True)
+        self._mooncake = MooncakeClient(
+            Connection(master, metadata, hostname, protocol, devices, segment, admin.rstrip("/")),
+            prefix,
+            lambda: None if self._context is None else self._context.clock,
+            replicas=replicas,
+            store=store,
+        )
+        settings = ServerSettings(
+            name,
+            limit=limit,
+            shared_limit=shared_limit,
+            part=part,
+            verify=verify,
+            timeout_s=timeout_s,
+            retry_s=retry_s,
+            task_keys=RECORDS,
+        )
+        super().__init__(self._mooncake, settings)
+
+    def open(self, context: TierContext) -> None:
+        """As every tier over a server; primary is registered once, when the connection is made."""
+        self._mooncake.region = context.region
+        super().open(context)

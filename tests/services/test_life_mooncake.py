@@ -1,0 +1,178 @@
+"""Mooncake Store in bad days: a master that dies, hangs or begins anew, wrong content, two processes, no room."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from servers import MooncakeServer
+from services_kit import find_server
+
+from kvstrata.core.settings import CoreConfig
+from kvstrata.errors import ConfigError
+from kvstrata.testing.node import Node, one_group
+from kvstrata.testing.node_process import NodeProcess
+from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE
+from kvstrata.tiers.mooncake import MooncakeTier
+from kvstrata.tiers.server.core import State
+
+CHUNK = 4096
+TOKENS = 16
+LAYOUT = one_group(CHUNK, TOKENS)
+SEGMENT = 64 << 20
+
+
+def tier_of(server: MooncakeServer, part: str = "one", **how: object) -> MooncakeTier:
+    settings = {"segment": SEGMENT, "admin": server.admin, **how}
+    return MooncakeTier(server.master, server.metadata, part=part, **settings)  # type: ignore[arg-type]
+
+
+def config(**how: object) -> CoreConfig:
+    return CoreConfig(capacity_bytes=2048 * CHUNK, cascade_queue=1 << 16, **how)  # type: ignore[arg-type]
+
+
+def test_mooncake_wrong_content_is_a_miss_and_is_counted(mooncake_server: MooncakeServer) -> None:
+    tier = tier_of(mooncake_server)
+    with Node(LAYOUT, [tier]) as node:
+        node.store("a", 8 * TOKENS)
+        node.forget()
+        scope = NAMESPACE.hex() + LAYOUT_TAG.to_bytes(8, "big").hex()
+        store = tier._mooncake.store
+        names = [f"kvstrata/chunk/one/{scope}/{key.hex()}" for key in node.keys("a", 8 * TOKENS)[0]]
+        good = [bytes(store.get(name)) for name in names]
+        other = scope[:-1] + ("0" if scope[-1] != "0" else "1")
+        assert store.upsert(names[2], good[2][:-1] + bytes([good[2][-1] ^ 1])) == 0  # altered
+        store.remove(names[4], True)
+        assert store.put(names[4], good[4][:100]) == 0  # short
+        assert store.upsert(names[6], good[5]) == 0  # the record of another key
+        assert other != scope
+        assert node.load("a", 8 * TOKENS, within_s=10) == 2 * TOKENS
+        node.settle()
+        failed = node.statistics().tiers["mooncake"].failed
+        assert {cause.value for cause in failed} == {"corrupt", "wrong_size", "foreign"}
+        node.check_idle()
+
+
+def test_mooncake_values_of_another_namespace_are_not_seen(mooncake_server: MooncakeServer) -> None:
+    with Node(LAYOUT, [tier_of(mooncake_server)]) as node:
+        node.store("a", 8 * TOKENS)
+    with Node(LAYOUT, [tier_of(mooncake_server)], namespace=b"another engine!!") as node:
+        assert node.load("a", 8 * TOKENS) == 0
+
+
+@pytest.mark.slow
+def test_mooncake_master_that_hangs_costs_recomputation_within_the_bound_and_comes_back(
+    mooncake_server: MooncakeServer,
+) -> None:
+    with Node(LAYOUT, [tier_of(mooncake_server, timeout_s=0.5)], config=config(stall_s=1.0)) as node:
+        node.store("a", 64 * TOKENS)
+        node.forget()
+        mooncake_server.freeze()
+        started = time.monotonic()
+        assert node.load("a", 64 * TOKENS) == 0
+        assert time.monotonic() - started < 3.5
+        assert node.load("b", 64 * TOKENS) == 0
+        reads = node.driver.call(lambda manager: manager._core.tiers[0].reads.state)
+        mooncake_server.thaw()
+        node.wait_for(lambda: node.load("a", 64 * TOKENS) == 64 * TOKENS, 60)
+        node.settle(60)
+        node.check_idle()
+        assert reads is not None
+
+
+@pytest.mark.slow
+def test_mooncake_master_frozen_between_probe_and_read_leaves_no_slot_in_use(mooncake_server: MooncakeServer) -> None:
+    tier = tier_of(mooncake_server, timeout_s=0.5)
+    bounds = config(stall_s=1.0, job_idle_s=2.0, job_total_s=4.0)
+    with Node(LAYOUT, [tier], config=bounds) as node:
+        node.store("a", 64 * TOKENS)
+        node.forget()
+        read = tier._mooncake.read
+
+        def freeze_and_read(items: object) -> None:
+            mooncake_server.freeze()
+            read(items)  # type: ignore[arg-type]
+
+        tier._mooncake.read = freeze_and_read  # type: ignore[method-assign]
+        started = time.monotonic()
+        assert node.load("a", 64 * TOKENS) == 0
+        assert time.monotonic() - started < 3.5
+        residency = node.driver.call(lambda manager: manager.residency)
+        node.wait_for(lambda: residency.quarantined_bytes > 0, 5)  # the call still may write there
+        tier._mooncake.read = read  # type: ignore[method-assign]
+        mooncake_server.thaw()
+        node.settle(60)
+        node.check_idle()
+        node.wait_for(lambda: node.load("a", 64 * TOKENS) == 64 * TOKENS, 60)
+
+
+@pytest.mark.slow
+def test_mooncake_master_that_dies_and_begins_anew_is_used_again(mooncake_server: MooncakeServer) -> None:
+    with Node(LAYOUT, [tier_of(mooncake_server, timeout_s=1.0)], config=config(stall_s=1.0)) as node:
+        node.store("a", 64 * TOKENS)
+        node.forget()
+        mooncake_server.kill()
+        started = time.monotonic()
+        assert node.load("a", 64 * TOKENS) == 0
+        assert time.monotonic() - started < 3.5
+        mooncake_server.start()
+
+        def stored_again() -> bool:
+            node.forget()
+            node.store("a", 64 * TOKENS, settle_s=60)
+            node.forget()
+            return node.load("a", 64 * TOKENS) == 64 * TOKENS
+
+        node.wait_for(stored_again, 90)
+        node.settle(60)
+        node.check_idle()
+
+
+def other_process(server: MooncakeServer) -> NodeProcess:
+    options = {"master": server.master, "metadata": server.metadata, "admin": server.admin, "segment": SEGMENT}
+    return NodeProcess({"type": "mooncake", "part": "two", **options})
+
+
+@pytest.mark.slow
+def test_mooncake_two_processes_share_1000_chunks(mooncake_server: MooncakeServer) -> None:
+    with Node(LAYOUT, [tier_of(mooncake_server)]) as node, other_process(mooncake_server) as other:
+        assert other.ask("store a 1000") == "stored 1000"
+        assert node.load("a", 1000 * TOKENS) == 1000 * TOKENS
+        assert node.statistics().tiers["mooncake"].probed <= 40
+        node.store("b", 1000 * TOKENS)
+        assert other.ask("load b 1000") == "loaded 1000"
+
+
+@pytest.mark.slow
+def test_mooncake_killed_in_the_middle_of_writes_leaves_no_half_chunk(mooncake_server: MooncakeServer) -> None:
+    with Node(LAYOUT, [tier_of(mooncake_server)]) as node, other_process(mooncake_server) as other:
+        assert other.ask("write 64") == "writing"
+        other.kill()
+        for turn in range(20):  # `load` compares every byte that it is given
+            node.load(f"turn-{turn}", 64 * TOKENS, within_s=10)
+        node.settle(60)
+        node.check_idle()
+
+
+def test_mooncake_says_what_is_missing(mooncake_server: MooncakeServer) -> None:
+    with pytest.raises(ConfigError, match="master"):
+        MooncakeTier("", "http://127.0.0.1:1/metadata")
+    with pytest.raises(ConfigError, match="protocol"):
+        MooncakeTier("127.0.0.1:1", "http://127.0.0.1:1/metadata", protocol="carrier pigeon")
+    tier = MooncakeTier("127.0.0.1:1", "http://127.0.0.1:1/metadata", part="one")
+    with Node(LAYOUT, [tier]) as node:
+        assert node.load("a", 4 * TOKENS) == 0
+        assert "127.0.0.1:1" in tier.notices[0]
+
+
+def test_mooncake_quotas_that_do_not_fit_are_refused_with_the_numbers(mooncake_server: MooncakeServer) -> None:
+    first = tier_of(mooncake_server, "one", limit=600_000, shared_limit=1_000_000)
+    with Node(LAYOUT, [first]) as node:
+        node.wait_for(lambda: first._state is State.READY, 10)
+        second = Node(LAYOUT, [tier_of(mooncake_server, "two", limit=600_000, shared_limit=1_000_000)])
+        with pytest.raises(ConfigError, match="600000 of 1000000"):
+            second.open()
+
+
+def test_mooncake_is_looked_for() -> None:
+    find_server("mooncake")
