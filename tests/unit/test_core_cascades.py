@@ -157,6 +157,19 @@ def test_what_has_left_primary_is_not_offered_again() -> None:
     assert core_of(stack).tiers[0].missed == {}
 
 
+def test_what_was_missed_is_offered_when_all_that_was_queued_has_left_primary() -> None:
+    tier = sync_tier()
+    stack = stack_of(tiers=[tier], config=settings(8, cascade_queue=1, inflight_share=0.0))
+    first = fill(stack, "p", TPC, cascade=True)[0]
+    queued = fill(stack, "q", TPC, cascade=True)[0]
+    missed = fill(stack, "r", TPC, cascade=True)[0]
+    residency = core_of(stack).residency
+    residency.evict(residency.find(queued))
+    finish_stores(stack, tier)
+    assert stored_keys(tier) == [*first, *missed]
+    go_idle(stack)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     stack = stack_of(tiers=[sync_tier()])
     tier = core_of(stack).tiers[0]

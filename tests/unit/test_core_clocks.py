@@ -492,3 +492,17 @@ def test_nothing_to_do_has_no_deadline() -> None:
     assert stack.core.idle
     stack.core.advance(0.0)
     assert core_of(stack).now == stack.clock.monotonic()
+
+
+def test_the_bounds_of_a_job_run_from_when_its_tier_is_told() -> None:
+    tier = sync_tier()
+    stack = stack_of(tiers=[tier], auto=False)
+    add_held(stack, tier, "a", 64)
+    stack.poll("a", 0, 64)
+    stack.wait(30.0)  # the process was stopped before it could hand the read over
+    assert not any(job.overdue for job in core_of(stack).ledger)
+    stack.pump()
+    stack.wait(9.0)
+    assert not any(job.overdue for job in core_of(stack).ledger)
+    stack.wait(1.5)
+    assert all(job.overdue for job in core_of(stack).ledger)

@@ -69,10 +69,12 @@ class Cascades:
     def pump(self) -> None:
         """Hand over what the share, the breaker and waiting loads admit."""
         for tier in self._core.tiers:
-            if tier.missed and tier.offer_at is None and not tier.fenced and tier.writes.allows:
-                self._offer_again(tier)
-            while tier.cascades and self._hand_over(tier):
-                pass
+            while True:
+                if tier.missed and tier.offer_at is None and not tier.fenced and tier.writes.allows:
+                    self._offer_again(tier)
+                # A queue whose chunks have all left primary hands over nothing, but has room for what was missed.
+                if not tier.cascades or (not self._hand_over(tier) and tier.cascades):
+                    break
 
     def _offer_again(self, tier: TierState) -> None:
         """The tier takes stores again: what it missed and primary still has goes back into the queue."""
@@ -80,9 +82,15 @@ class Cascades:
         if room < self._core.config.cascade_queue // 2 and tier.cascades:
             return
         again: OrderedDict[OffloadKey, None] = tier.missed
-        while again and room > 0:
+        residency = self._core.residency
+        for _ in range(len(again)):
+            if room <= 0:
+                return
             key, _ = again.popitem(last=False)
-            if self._core.residency.slot_of(key) >= 0:
+            slot = residency.slot_of(key)
+            if slot >= 0 and residency.state[slot] != READY:
+                again[key] = None  # it is on its way into primary
+            elif slot >= 0:
                 tier.cascades.append((key, None))
                 tier.counters.offered_again += 1
                 room -= 1

@@ -31,6 +31,8 @@ class Job:
     open: set[int] = field(default_factory=set)
     reports_left: int = 1
     ok: bool = True
+    handed: bool = False
+    """Its tier has been told of it: until then its bounds do not run."""
     overdue: bool = False
     cancelled: bool = False
     store_tiers: TierFilter = ALL_TIERS
@@ -86,6 +88,12 @@ class Ledger:
             heapq.heappush(self._deadlines, (self._due(job), job.job_id))
         return job
 
+    def hand_over(self, job_id: int, now: float) -> None:
+        """A tier gets the job: from now on its bounds run."""
+        job = self._jobs.get(job_id)
+        if job is not None:
+            job.handed, job.started, job.progressed = True, now, now
+
     def end(self, job: Job) -> None:
         """Strike out a job; ending it twice is a bug."""
         if self._jobs.pop(job.job_id, None) is None:
@@ -108,7 +116,7 @@ class Ledger:
             job = self._jobs.get(job_id)
             if job is None or job.overdue:
                 continue
-            due = self._due(job)
+            due = self._due(job) if job.handed else now + min(self._idle_s, self._total_s)
             if due <= now:
                 job.overdue = True
                 late.append(job)

@@ -29,6 +29,8 @@ from kvstrata.core.messages import (
     RequestContext,
     RequestOptions,
     StorePlan,
+    SubmitLoad,
+    SubmitStore,
     TierPort,
 )
 from kvstrata.core.perkey import PerKeyDoor
@@ -152,7 +154,11 @@ class TieringOffloadingManager:
 
     def take_commands(self) -> list[Command]:
         """Jobs out: what the tiers are to do, in order. Each command is handed out once."""
-        commands, self._core.commands = self._core.commands, []
+        core = self._core
+        commands, core.commands = core.commands, []
+        for command in commands:
+            if isinstance(command, SubmitLoad | SubmitStore):
+                core.ledger.hand_over(command.job.job_id, core.now)
         return commands
 
     def take_events(self) -> list[CacheEvent]:

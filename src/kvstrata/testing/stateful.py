@@ -22,6 +22,7 @@ from kvstrata.layout.groups import Layout
 from kvstrata.testing.choices import Choices, RandomChoices, ReplayedChoices
 from kvstrata.testing.coverage import Coverage
 from kvstrata.testing.profiles import FOCUS, MIRROR, OWN_TIERS, SCENES, STEADY, WILD, MakeTiers, Profile, model_tiers
+from kvstrata.testing.shorten import Recording, shortened
 from kvstrata.testing.world import World
 from kvstrata.testing.world_checks import Checks
 from kvstrata.testing.world_end import end_run
@@ -33,9 +34,6 @@ __all__ = [
     "FOCUS", "LEGAL", "MIRROR", "OWN_TIERS", "RULES", "SCENES", "STEADY", "WILD",
     "StackMachine", "WalkError", "replay", "soak", "walk",
 ]  # fmt: skip
-
-Recording = list[list[int]]
-"""The decisions of a run: those of the set-up, then those of each step."""
 
 
 class WalkError(AssertionError):
@@ -54,7 +52,7 @@ def walk(
     except Exception as error:
         if not shorten:
             raise
-        short, program, cause = _shortened(recording, profile, make_tiers, error)
+        short, program, cause = shortened(recording, lambda tried: replay(tried, profile, make_tiers), error)
         text = "\n".join(program)
         raise WalkError(f"seed {seed}, {profile.name}, {len(short) - 1} steps: {cause!r}\n{text}") from error
 
@@ -115,27 +113,6 @@ def replay(
     except Exception as error:
         return run.world.program if run is not None else [], error
     return run.world.program, None
-
-
-def _shortened(
-    recording: Recording, profile: Profile, make_tiers: MakeTiers | None, error: BaseException
-) -> tuple[Recording, list[str], BaseException]:
-    """Leave out steps, in ever smaller runs of them, as long as it fails in the same way."""
-    best = recording
-    program, cause = replay(best, profile, make_tiers)
-    if cause is None:
-        return best, ["# the failure did not come again"], error
-    size = max(len(best) // 2, 1)
-    while size:
-        at = len(best) - size
-        while at >= 1:
-            shorter = best[:at] + best[at + size :]
-            lines, found = replay(shorter, profile, make_tiers)
-            if found is not None and type(found) is type(cause) and str(found)[:12] == str(cause)[:12]:
-                best, program, cause = shorter, lines, found
-            at -= size
-        size //= 2
-    return best, program, cause
 
 
 def soak(

@@ -1,0 +1,552 @@
+"""One run: a seed decides everything, time is virtual, nothing outside is touched.
+
+    outcome = simulate(7)              # raises SimulationError, with the shortest trace found, if anything fails
+    outcome.steps, outcome.requests    # what it amounted to
+
+A run is a row of turns; all decisions of a turn are recorded, so that a failing run is replayed, and shortened by
+leaving turns out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from kvstrata.config import config_from_dict
+from kvstrata.integrations.vllm.scheduler import SchedulerSide
+from kvstrata.integrations.vllm.settings import VllmSettings
+from kvstrata.integrations.vllm.shield import Shield
+from kvstrata.integrations.vllm.stack import Stack
+from kvstrata.integrations.vllm.worker import WorkerSide
+from kvstrata.runtime.driver import Driver
+from kvstrata.runtime.guard import GuardedTier
+from kvstrata.testing.choices import Choices, RandomChoices, ReplayedChoices
+from kvstrata.testing.clock import ManualClock
+from kvstrata.testing.coverage import Coverage
+from kvstrata.testing.executor import InlineExecutor
+from kvstrata.testing.shorten import Recording, shortened
+from kvstrata.testing.simulation.content import Content
+from kvstrata.testing.simulation.copies import SimCopier
+from kvstrata.testing.simulation.disk import SimDiskTier
+from kvstrata.testing.simulation.draw import Setup, draw_setup
+from kvstrata.testing.simulation.engine import SimEngine, SimRequest
+from kvstrata.testing.simulation.faults import Faults
+from kvstrata.testing.simulation.tiers import SimTier
+from kvstrata.testing.simulation.watch import WatchedManager
+from kvstrata.testing.simulation.watch_checks import clean
+from kvstrata.testing.world_checks import demand
+from kvstrata.tiers.base import Tier, TierContext
+from kvstrata.types import ResetReason
+
+LEAST_STEPS = 300
+LEAST_REQUESTS = 20
+MOST_TURNS = 3000
+FAMILIES = 3
+SHORTEN_MOST = 400
+"""Most runs that are spent on making a failing one shorter."""
+
+
+class SimulationError(AssertionError):
+    """A run failed; the message holds the shortest trace that was found for it."""
+
+
+class StrictShield(Shield):
+    """Nothing is shielded here: what is caught is a failure of the run."""
+
+    def caught(self, place: str, error: BaseException) -> None:
+        """Raise it."""
+        raise error
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run amounted to."""
+
+    seed: int
+    steps: int
+    requests: int
+    promoted: int
+    consumed: int
+    turns: int
+    digest: str
+    """Of the trace: two runs of a seed have the same."""
+
+
+class Simulation:
+    """The world of one run. `trace` is what happened, line by line."""
+
+    def __init__(self, choices: Choices, seed: int, coverage: Coverage, *, keep_trace: bool) -> None:
+        self.choices = choices
+        self.seed = seed
+        self.coverage = coverage
+        self.trace: list[str] = []
+        self._keep_trace = keep_trace
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.faults = Faults.draw(choices, seed)
+        self.steady = not self.faults.rate
+        self.setup: Setup = draw_setup(choices, steady=self.steady)
+        self.content = Content(self.setup.shape)
+        self.clock = ManualClock()
+        self.layout = self.setup.shape.layout()
+        self.disks: dict[int, SimDiskTier] = {}
+        self.sim_tiers: list[SimTier] = []
+        self.made = 0
+        self.names = 0
+        self.history: list[list[int]] = []
+        """Tokens of finished requests, for the next turn of a conversation."""
+        self.namespace_epoch = 0
+        self.steps_before = 0
+        self.promoted_before = self.consumed_before = self.finished_before = 0
+        self._make_tiers()
+        self.say(f"{self.setup}, faults {self.faults.rate} % of {sorted(self.faults.allowed)}")
+        self._streams = [self._stream(family) for family in range(FAMILIES)]
+        self._start_process()
+        self._fill()
+
+    def say(self, line: str) -> None:
+        """Write down what happens."""
+        self._hash.update(line.encode())
+        if self._keep_trace:
+            self.trace.append(line)
+
+    @property
+    def digest(self) -> str:
+        """Of all that was written down."""
+        return self._hash.hexdigest()
+
+    # -- set-up
+
+    def _make_tiers(self) -> None:
+        choices, count = self.choices, self.choices.pick((1, 2, 3))
+        disk_at = choices.below(3)
+        self.tiers: list[SimTier | SimDiskTier] = []
+        for i in range(count):
+            name = f"tier{i}"
+            if i == disk_at % (count + 1):
+                disk = self.disks[i] = SimDiskTier(name, choices, self.faults, max(self.layout.chunk_bytes))
+                self.tiers.append(disk)
+            else:
+                tier = SimTier(name, choices, self.faults, self.content, self.clock, steady=self.steady)
+                self.sim_tiers.append(tier)
+                self.tiers.append(tier)
+
+    def _stream(self, family: int) -> list[int]:
+        """The tokens that prompts of a family begin with, and what an engine hashes of them."""
+        tokens = [family * 100_000 + at for at in range(self.setup.longest)]
+        per, hashes = self.setup.shape.tokens_per_hash, list[bytes]()
+        for at in range(0, len(tokens) - per + 1, per):
+            hashes.append(self.content.next_hash(hashes[-1] if hashes else b"", tokens[at : at + per]))
+        self._family_keys = [*getattr(self, "_family_keys", []), self.content.keys_of(hashes)]
+        return tokens
+
+    def _fill(self) -> None:
+        """Tiers hold something from the start."""
+        for tier in self.sim_tiers:
+            for keys in self._family_keys:
+                if self.choices.below(4):
+                    self._put(tier, keys)
+        for disk in self.disks.values():
+            for keys in self._family_keys:
+                if self.choices.below(4):
+                    disk.put([key for group in keys for key in group], self.content, self.region)
+
+    def _put(self, tier: SimTier, keys: list[list[bytes]]) -> None:
+        whole = self.choices.below(3) < 2
+        for group in keys:
+            for key in group if whole else self.choices.some(group):
+                tier.put_chunk(key)
+
+    def _start_process(self) -> None:
+        """A process begins: primary, tiers, core, both sides of the connector, the engine."""
+        setup, shape = self.setup, self.setup.shape
+        namespace = b"simulation" + self.namespace_epoch.to_bytes(6, "big")
+        whole = np.zeros(setup.config.capacity_bytes + 4096, np.uint8)
+        start = (16 - whole.ctypes.data) % 4096
+        self.region = whole.data[start : start + setup.config.capacity_bytes]
+        guarded: list[GuardedTier] = []
+        for i, tier in enumerate(self.tiers):
+            real: Tier = tier.begin() if isinstance(tier, SimDiskTier) else cast(Tier, tier)
+            executor = self.disks[i].executor if i in self.disks else InlineExecutor()
+            guard = GuardedTier(real)
+            guard.open(TierContext(self.region, namespace, 1, self.clock, executor))
+            demand(guard.open_error is None, f"{tier.name} does not open: {guard.open_error}")
+            guarded.append(guard)
+        self.guarded = guarded
+        for disk in self.disks.values():
+            disk.executor.run_all()
+            disk.check_recovered()
+        self.manager = WatchedManager(
+            self.layout, setup.config, guarded, ranks=shape.ranks, content=self.content, region=self.region,
+            coverage=self.coverage, say=self.say, steady=self.steady,
+        )  # fmt: skip
+        for i, disk in self.disks.items():
+            self.manager.listeners[i] = disk.heard
+        self.driver = Driver(cast(Any, self.manager), guarded, self.clock, strict=True)
+        self.engine = SimEngine(
+            shape, self.content, self.faults, self.choices, blocks=setup.blocks, budget=setup.budget, lag=setup.lag,
+            most=setup.most_running, caches=setup.caches, say=self.say,
+        )  # fmt: skip
+        self.engine.on_finish = lambda request: self.history.append(list(request.tokens))
+        self._connect()
+
+    def _connect(self) -> None:
+        setup, shape = self.setup, self.setup.shape
+        settings = VllmSettings(
+            config_from_dict(
+                {
+                    "primary": {"size": setup.config.capacity_bytes},
+                    "tiers": [{"type": "memory", "name": tier.name} for tier in self.tiers],
+                }
+            ),
+            blocks_per_chunk=shape.blocks_per_chunk, store=setup.store,
+            keep_interval=setup.keep_interval, canary=False, records=4,
+        )  # fmt: skip
+        stack = SimpleNamespace(
+            layout=self.layout,
+            core_config=setup.config,
+            driver=self.driver,
+            clock=self.clock,
+            tiers=self.guarded,
+            close=lambda: None,
+        )
+        shield = StrictShield("simulation")
+        self.engine.scheduler = SchedulerSide(shape, settings, cast(Stack, stack), lambda request: b"", shield)
+        self.copiers = [SimCopier(self.engine.memory, rank, self.region) for rank in range(shape.ranks)]
+        workers = []
+        for rank, copier in enumerate(self.copiers):
+            copier.choices = self.choices
+            copier.fail_percent = self.faults.rate // 3 if "copy failed" in self.faults.allowed else 0
+            worker = WorkerSide(shape, rank, "simulation", canary=False, faults=shield)
+            worker._copier, worker._trouble = copier, ""
+            workers.append(worker)
+        self.engine.workers = workers
+
+    # -- counts
+
+    @property
+    def steps(self) -> int:
+        """Events that were applied so far."""
+        return self.steps_before + self.manager.steps
+
+    @property
+    def finished(self) -> int:
+        """Requests that were served so far."""
+        return self.finished_before + self.engine.finished
+
+    def outcome(self, turns: int) -> Outcome:
+        """What it amounted to."""
+        counters = self.manager._core.counters
+        return Outcome(
+            self.seed, self.steps, self.finished, self.promoted_before + counters.promoted,
+            self.consumed_before + counters.consumed, turns, self.digest,
+        )  # fmt: skip
+
+    # -- turns
+
+    def turn(self) -> None:
+        """A little time passes, and everybody does something."""
+        choices = self.choices
+        dt = choices.pick((0.001, 0.004)) if self.steady else choices.pick((0.001, 0.004, 0.02, 0.1))
+        self.clock.advance(dt)
+        if len(self.engine.requests) < 6 and self.made - self.finished < 9 and choices.below(2) == 0:
+            self.new_request()
+        if not self.steady:
+            self._strike()
+        self._tiers_work()
+        if not self.steady and choices.below(8) == 7:
+            return  # an engine that is busy elsewhere
+        if self.engine.requests or self.engine.leaving or self.engine.scheduler.pending:
+            self.engine.step()
+        for copier in self.copiers:
+            copier.progress(60)
+        self.driver.pump()
+
+    def _tiers_work(self) -> None:
+        for tier in self.tiers:
+            tier.work(75) if isinstance(tier, SimDiskTier) else tier.work()
+        self.driver.pump()
+        for disk in self.disks.values():
+            disk.check_presence()
+        for i, disk in self.disks.items():
+            if self.choices.below(16) == 15:
+                disk.flush(self.guarded[i])
+        for tier in self.sim_tiers:
+            if self.choices.below(16) == 15:
+                tier.flush()
+
+    def new_request(self) -> None:
+        """A prompt that begins like others: like its family, or like a conversation that was held before."""
+        choices, longest = self.choices, self.setup.longest
+        self.names += 1
+        self.made += 1
+        name = f"r{self.names}"
+        if self.history and choices.below(3) == 2:
+            tokens = choices.pick(self.history[-8:])[: longest - 1]
+        else:
+            tokens = self._streams[choices.below(FAMILIES)][: choices.between(1, longest)]
+        if choices.below(3) == 2:
+            tail = choices.below(longest - len(tokens) + 1)
+            tokens = [*tokens, *(1_000_000 + 1000 * self.names + i for i in range(tail))]
+        request = SimRequest(name, list(tokens), len(tokens), choices.between(1, 6))
+        if choices.below(6) == 5:
+            request.kv_transfer_params = {"kvstrata": self._wish()}
+        request.skip_reading_prefix_cache = choices.below(20) == 19
+        self.engine.add(request)
+
+    def _wish(self) -> Any:
+        choices = self.choices
+        wishes: list[Any] = [
+            {"store": "none"}, {"store": "prompt"}, {"load_tiers": []}, {"load_tiers": ["tier0"]}, "off",
+            {"max_load_tokens": choices.below(20)},
+        ]  # fmt: skip
+        if not self.steady:
+            wishes.append({"wait_s": choices.pick((0.3, 1.0))})
+        return choices.pick(wishes)
+
+    # -- faults of the whole
+
+    def _strike(self) -> None:
+        kinds = (
+            "crash", "limit change", "keys removed", "reset memory", "reset content", "clock jump", "silence",
+            "abort", "preempt", "device error", "bit rot", "device full", "restart", "power cut",
+        )  # fmt: skip
+        if self.choices.below(3):
+            return
+        kind = self.faults.meets(self.choices, kinds)
+        if kind and self._happen(kind):
+            self.say(f"fault: {kind}")
+            self.faults.strike(kind)
+
+    def _happen(self, kind: str) -> bool:
+        choices = self.choices
+        match kind:
+            case "crash" | "limit change" | "keys removed":
+                return self._strike_tier(kind)
+            case "reset memory":
+                return choices.below(3) == 0 and self.reset(ResetReason.MEMORY_GOING_AWAY)
+            case "reset content":
+                return choices.below(3) == 0 and self.reset(ResetReason.CONTENT_INVALID)
+            case "clock jump":
+                self.clock.advance(choices.pick((1.0, 2.5, 4.0, 11.0)))
+                self.clock.set_wall(1_600_000_000.0 + choices.below(1 << 28))
+            case "silence":
+                if choices.below(4):
+                    return False
+                self.clock.advance(choices.pick((31.0, 70.0, 200.0)))
+            case "abort":
+                victims = list(self.engine.requests.values())
+                if not victims:
+                    return False
+                self.engine.abort(choices.pick(victims))
+                self.made -= 1
+            case "preempt":
+                if not self.engine.running:
+                    return False
+                self.engine.preempt(choices.pick(self.engine.running))
+            case "restart" | "power cut":
+                if choices.below(6) or (kind == "power cut" and not self.disks):
+                    return False
+                self.restart(power=kind == "power cut")
+            case _:
+                disks = list(self.disks.values())
+                return bool(disks) and choices.pick(disks).misbehave(kind)
+        return True
+
+    def _strike_tier(self, kind: str) -> bool:
+        choices = self.choices
+        if not self.sim_tiers:
+            return False
+        tier = choices.pick(self.sim_tiers)
+        match kind:
+            case "crash":
+                tier.crash(silent=choices.below(2) == 1)
+            case "limit change":
+                tier.change_limit(choices.pick((None, 500, 3_000, 20_000)))
+            case _:
+                if choices.below(2):
+                    self._put(tier, choices.pick(self._family_keys))
+                return bool(tier.remove_some())
+        return True
+
+    def reset(self, reason: ResetReason) -> bool:
+        """The engine resets its cache; with invalid content it flushes its own first."""
+        self.say(f"reset {reason.value}")
+        if reason is ResetReason.CONTENT_INVALID:
+            self.engine.flush()
+            self.content.epoch += 1
+            for disk in self.disks.values():
+                disk.safe.clear()
+                disk.told.clear()
+        for copier in self.copiers:
+            copier.epoch_changed()
+        self.engine.scheduler.reset(reason)
+        return True
+
+    def restart(self, *, power: bool) -> None:
+        """The process dies; another one opens what its tiers have kept, and clients ask again."""
+        self.say("power cut" if power else "restart")
+        counters = self.manager._core.counters
+        self.steps_before += self.manager.steps + 1
+        self.promoted_before += counters.promoted
+        self.consumed_before += counters.consumed
+        self.finished_before += self.engine.finished
+        again = [(r.tokens[: r.num_prompt_tokens], r.output) for r in self.engine.requests.values()]
+        renamed, self.namespace_epoch = self.namespace_epoch != self.content.epoch, self.content.epoch
+        for disk in self.disks.values():
+            disk.die(power=power, renamed=renamed)
+        for tier in self.sim_tiers:
+            if power:
+                tier.crash(silent=True)
+            tier.forget_process()
+        self._start_process()
+        for tokens, output in again:
+            self.names += 1
+            self.engine.add(SimRequest(f"r{self.names}", tokens, len(tokens), output))
+
+    # -- the end
+
+    def end(self) -> None:
+        """Everything becomes well and comes to its end; nothing may be left."""
+        self.say("the end: everything is well from now on")
+        self.faults.rate = 0
+        for tier in self.tiers:
+            tier.heal()
+        for copier in self.copiers:
+            copier.fail_percent = 0
+        self._wind_up()
+        for seconds in (0.0, 130.0, 130.0, 130.0, 130.0):
+            self.clock.advance(seconds)
+            self._settle()
+        self._wind_up()
+        self.engine.scheduler.build_work(SimpleNamespace(num_scheduled_tokens={}))
+        self._settle()
+        clean(self.manager)
+        demand(len(self.engine.pool.free) == self.setup.blocks - 1, "blocks of the accelerator were not given back")
+        self._check_cascaded()
+
+    def _wind_up(self) -> None:
+        for turn in range(800):
+            fenced = any(tier.fenced for tier in self.manager._core.tiers)
+            if self.engine.idle and self.manager.idle and not fenced:
+                return
+            self.clock.advance(0.002 if self.steady else 0.02 if turn < 200 else 0.5)
+            self._settle()
+            if not self.engine.idle:
+                self.engine.step()
+            for copier in self.copiers:
+                copier.progress(100)
+        raise AssertionError("requests or jobs are still there although everything is well")
+
+    def _settle(self) -> None:
+        for _ in range(60):
+            done = 0
+            for tier in self.tiers:
+                done += tier.work(100) if isinstance(tier, SimDiskTier) else tier.work()
+            if not self.driver.pump() and not done:
+                return
+
+    def _check_cascaded(self) -> None:
+        """Tiers hold right bytes; where nothing failed, what is in primary is on every tier that it was stored for."""
+        for tier in self.sim_tiers:
+            for key, payload in tier.held.items():
+                fault = self.content.chunk_fault(key, payload)
+                demand(not fault, f"{tier.name} holds {fault}")
+        if not self.steady:
+            return
+        for each, guard in zip(self.tiers, self.guarded, strict=True):
+            owed = list(self.manager.resident & self.manager.offered.get(each.name, set()))
+            lacking = [key for key in owed if isinstance(each, SimTier) and key not in each.held]
+            if isinstance(each, SimDiskTier) and owed:
+                counted = self.manager._core.tiers[self.tiers.index(each)].counters
+                demand(counted.cascade_failed == 0, f"{guard.name} refused chunks although nothing failed")
+            demand(not lacking, f"{each.name} never got {len(lacking)} chunks that were stored for it")
+
+
+class _Drawn(RandomChoices):
+    """Decisions of the seed; `plain` ones from the orderly end on, so that a replay has the same end."""
+
+    plain = False
+
+    def below(self, bound: int) -> int:
+        """The next number, or the plainest."""
+        return 0 if self.plain else super().below(bound)
+
+
+class _Run:
+    """One run, step by step, from decisions that are drawn or replayed."""
+
+    def __init__(self, seed: int, coverage: Coverage, *, keep_trace: bool = False) -> None:
+        self.seed, self.coverage, self.keep_trace = seed, coverage, keep_trace
+        self.simulation: Simulation | None = None
+
+    def play(self, choices: _Drawn, recording: Recording, turns: int | None) -> Outcome:
+        """Draw decisions, and write them down. `turns` None: until there were steps and requests enough."""
+        recording.append(choices.recorded)
+        simulation = self.simulation = Simulation(choices, self.seed, self.coverage, keep_trace=self.keep_trace)
+        turn = 0
+        while turn < MOST_TURNS if turns is None else turn < turns:
+            if turns is None and simulation.steps >= LEAST_STEPS and simulation.finished >= LEAST_REQUESTS:
+                break
+            choices.recorded = []
+            recording.append(choices.recorded)
+            simulation.turn()
+            turn += 1
+        choices.plain = True
+        simulation.end()
+        return simulation.outcome(turn)
+
+    def replay(self, recording: Recording) -> BaseException | None:
+        """Take the decisions of a recording; what the run failed with."""
+        choices = ReplayedChoices(recording[0])
+        self.keep_trace = True
+        try:
+            simulation = self.simulation = Simulation(choices, self.seed, self.coverage, keep_trace=True)
+            for turn in recording[1:]:
+                choices.load(turn)
+                simulation.turn()
+            choices.load(())
+            simulation.end()
+        except Exception as error:
+            return error
+        return None
+
+    @property
+    def trace(self) -> list[str]:
+        """What happened."""
+        return self.simulation.trace if self.simulation is not None else []
+
+
+def simulate(
+    seed: int, coverage: Coverage | None = None, *, turns: int | None = None, shorten: bool = True,
+    struck: Counter[str] | None = None,
+) -> Outcome:  # fmt: skip
+    """One run, all decided by the seed. Raises `SimulationError` if anything that must hold did not.
+
+    `coverage` and `struck` gain what the run reached, and how often each kind of fault struck.
+    """
+    recording: Recording = []
+    run = _Run(seed, Coverage() if coverage is None else coverage)
+    try:
+        outcome = run.play(_Drawn(np.random.default_rng(seed)), recording, turns)
+    except Exception as error:
+        if not shorten:
+            raise
+        best, trace, cause = shortened(recording, lambda tried: _replayed(seed, tried), error, most=SHORTEN_MOST)
+        text = "\n".join(trace)
+        raise SimulationError(
+            f"seed {seed}, {len(best) - 1} turns of {len(recording) - 1}: {cause!r}\n{text}"
+        ) from error
+    if struck is not None and run.simulation is not None:
+        struck.update(run.simulation.faults.struck)
+    return outcome
+
+
+def _replayed(seed: int, recording: Recording) -> tuple[list[str], BaseException | None]:
+    run = _Run(seed, Coverage())
+    cause = run.replay(recording)
+    return run.trace, cause
