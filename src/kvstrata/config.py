@@ -235,6 +235,8 @@ def _read_json(text: str) -> object:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise ConfigError(f"line {error.lineno}, column {error.colno}: is not JSON: {error.msg}") from error
+    except ValueError as error:  # a number with thousands of digits
+        raise ConfigError(f"is not JSON: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def _no_constant(name: str) -> NoReturn:
 def _read_toml(text: str) -> object:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOML's own errors, and a number with thousands of digits
         raise ConfigError(f"is not TOML: {error}") from error
 
 
@@ -264,7 +266,8 @@ def _read_yaml(text: str) -> object:
         raise ConfigError("YAML needs the package PyYAML; or write it as JSON or TOML") from error
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
+        # The package raises what Python raises for a date that does not exist, or a number with too many digits.
         raise ConfigError(f"is not YAML: {' '.join(str(error).split())}") from error
 
 

@@ -103,6 +103,8 @@ def _read_line(place: str, line: bytes, index: int, parents: dict[int, int]) -> 
         raise ConfigError(f"{place}: {_plain(str(error))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{place}: not a JSON object: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: is nested too deeply") from None
     if not 0.0 <= fields.timestamp < float("inf"):
         raise ConfigError(f"{place}: timestamp: {fields.timestamp} is not a time in ms")
     for field, value, low in (("input_length", fields.input_length, 1), ("output_length", fields.output_length, 0)):

@@ -44,14 +44,15 @@ def read_wishes(
     `store` is the operator's mode, `wait_s` the longest wait that the operator allows, `known` the names of the tiers
     that there are (None: any).
     """
-    wish = (parameters or {}).get(PARAMETER)
+    wish = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
     if wish == "off":
         return Wishes(True, "none", RequestOptions(may_load=False, may_store=False))
     if wish is None:
         wish = {}
     if not isinstance(wish, Mapping):
         return Wishes(False, store, RequestOptions(may_load=may_load), f'{PARAMETER}: expected "off" or a table')
-    bad: list[str] = [f"{name}: unknown" for name in wish if name not in _READERS]
+    strangers = [name for name in wish if name not in _READERS]
+    bad: list[str] = [f"{str(name)[:64]}: unknown" for name in strangers[:8]]
     tiers, cap, wait = ALL_TIERS, None, None
     if "load_tiers" in wish:
         names = wish["load_tiers"]

@@ -253,13 +253,17 @@ def _claim_bytes(claim: Claim) -> bytes:
 def _claim_of(part: str, data: bytes) -> Claim:
     """A claim whose entry makes no sense counts as one without limit: nothing else is safe."""
     fields = _table(data)
-    quota, total = fields.get("quota"), fields.get("total")
-    return Claim(part, quota if isinstance(quota, int) else None, total if isinstance(total, int) else None)
+    return Claim(part, _bytes_in(fields, "quota"), _bytes_in(fields, "total"))
+
+
+def _bytes_in(fields: dict[str, str | int | None], name: str) -> int | None:
+    value = fields.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _table(data: bytes | None) -> dict[str, str | int | None]:
     try:
         table = json.loads(data or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return table if isinstance(table, dict) else {}

@@ -28,6 +28,10 @@ RECORDS_PER_BATCH = (BLOCK - HEAD_BYTES) // RECORD_BYTES
 ID_BYTES = 16
 MAX_SEGMENT_BYTES = (1 << 32) - BLOCK
 """Record offsets are 32 bits."""
+MAX_SEQ = (1 << 32) - 1
+"""A life's number and an offset make an order of 64 bits, and the next life's number has to fit too."""
+MAX_COUNT = 1 << 63
+"""Epochs and times at or above it are damage: the next one might not fit."""
 RESYNC_BYTES = 128 << 20
 """How far beyond a hole a scan looks for the next batch; writers keep unfinished batches closer together than this."""
 
@@ -178,6 +182,8 @@ def parse_segment(block: memoryview) -> SegmentHeader | Reject:
     if reject is not None:
         return reject
     _, _, _, _, segment_id, seq, epoch, size, wall_us = _SEGMENT.unpack_from(block, 0)
+    if seq >= MAX_SEQ or epoch >= MAX_COUNT or size > MAX_SEGMENT_BYTES or wall_us >= MAX_COUNT:
+        return Reject.MALFORMED
     return SegmentHeader(segment_id, seq, epoch, size, wall_us)
 
 
@@ -241,7 +247,7 @@ def parse_batch(
     if count > RECORDS_PER_BATCH or kind not in BatchKind._value2member_map_ or span < BLOCK or span % BLOCK:
         return Reject.MALFORMED
     records: Records = np.frombuffer(block, RECORD_DTYPE, count, HEAD_BYTES)
-    if start + span > segment_size:
+    if start + span > segment_size or seq >= MAX_SEQ or wall_us >= MAX_COUNT:
         return Reject.MALFORMED
     if kind == BatchKind.RECORDS:
         ends = records["offset"].astype(np.int64) + records["length"]

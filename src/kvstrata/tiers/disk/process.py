@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import select
 import subprocess
@@ -26,16 +27,21 @@ import msgspec
 
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, ReadUnit, Task
+from kvstrata.tiers.disk.work import NOT_THERE
 from kvstrata.types import FailCause
 
 WORKER_MODULE = "kvstrata.runtime.disk_worker"
 PIPE_BYTES = 1 << 20
+MOST_MESSAGE_BYTES = 256 << 20
+"""No message is longer; a length above it is damage."""
 _TOGETHER = 16
 """Most loads that are held back to go in one message."""
 _LISTEN_S = 0.25
 _LISTEN_TURNS = 64
 _RESTART_FIRST_S = 0.1
 _RESTART_MOST_S = 10.0
+_CAUSES = frozenset({"", NOT_THERE, *FailCause})
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,12 @@ def frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "little") + payload
 
 
+class BadStreamError(Exception):
+    """What a pipe delivered is no message. Never leaves the disk tier."""
+
+
 class Frames:
-    """Cuts what a pipe delivers into messages."""
+    """Cuts what a pipe delivers into messages. Raises `BadStreamError` for a length that none can have."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -81,6 +91,8 @@ class Frames:
         at = 0
         while len(self._rest) - at >= 4:
             size = int.from_bytes(self._rest[at : at + 4], "little")
+            if size > MOST_MESSAGE_BYTES:
+                raise BadStreamError(f"a message of {size} bytes")
             if len(self._rest) - at - 4 < size:
                 break
             messages.append(bytes(self._rest[at + 4 : at + 4 + size]))
@@ -206,6 +218,8 @@ class ProcessWorkers:
         self._reads: set[int] = set()  # those of `_unanswered` that are loads
         self._deep = 3 * settings.width  # so many loads over there keep it busy until the next answer is taken
         self._send_now = False
+        self._broken = False
+        """The process has said what makes no sense; nothing of it is believed until it is gone."""
         self._lost: list[Done] = []
         self._restart_at = 0.0
         self._restart_s = _RESTART_FIRST_S
@@ -262,8 +276,14 @@ class ProcessWorkers:
         ended = child is not None and child.ended  # looked at first: what arrived before the end is still to be read
         answers, self._lost = self._lost, []
         while self._arrived:
-            for message in self._frames.feed(self._arrived.popleft()):
-                answers += self._decoder.decode(message).items
+            piece = self._arrived.popleft()
+            if self._broken:
+                continue
+            try:
+                for message in self._frames.feed(piece):
+                    answers += self._checked(self._decoder.decode(message).items)
+            except (BadStreamError, msgspec.MsgspecError, RecursionError) as error:
+                self._give_up(error)
         ended_tasks = [done.task_id for done in answers]
         self._unanswered.difference_update(ended_tasks)
         self._reads.difference_update(ended_tasks)
@@ -273,9 +293,26 @@ class ProcessWorkers:
             answers += self._bury(child)
         return answers
 
+    def _checked(self, answers: Sequence[Done]) -> Sequence[Done]:
+        """Answers that make sense: to tasks that are over there, with causes that there are."""
+        for done in answers:
+            if done.task_id not in self._unanswered or done.cause not in _CAUSES:
+                raise BadStreamError(f"an answer to task {done.task_id}: {done.cause[:64]!r}")
+            if done.failed and not all(index >= 0 and cause in _CAUSES for index, cause in done.failed):
+                raise BadStreamError(f"failed keys of task {done.task_id}")
+        return answers
+
+    def _give_up(self, error: Exception) -> None:
+        """What the process says makes no sense any more: end it; a new one follows when its pipe has ended."""
+        _log.error("the I/O process is ended: %s: %s", type(error).__name__, error)
+        self._broken = True
+        if self._child is not None:
+            self._child.process.kill()
+
     def _bury(self, child: _Child) -> list[Done]:
         child.release()
         self._child = None
+        self._broken = False
         self._frames = Frames()
         self._outgoing = []
         lost = [Done(task_id, FailCause.IO_ERROR, "the I/O process has died") for task_id in self._unanswered]

@@ -131,7 +131,7 @@ class Reads:
 
     def _in_part(self, op: ReadOp, done: Done) -> None:
         desk = self._desk
-        failed = {index: FailCause(cause) for index, cause in done.failed}
+        failed = {index: FailCause(cause) for index, cause in done.failed if index < len(op.picks)}
         good = [pick for index, pick in enumerate(op.picks) if index not in failed]
         bad = [index for index, cause in failed.items() if cause.is_content]
         desk.failures.update(failed.values())

@@ -360,7 +360,7 @@ def _scan_starts(handles: dict[int, tuple[int, SegmentHeader, int]], checkpoint:
         for row in checkpoint.segments:
             number = int(row["number"])
             if number in handles and handles[number][1].segment_id == row["id"].tobytes():
-                starts[number] = max(int(row["scan_from"]), BLOCK)
+                starts[number] = align_up(max(int(row["scan_from"]), BLOCK), BLOCK)
     return starts
 
 
@@ -451,12 +451,15 @@ def _add_checkpoint(
     if not len(rows) or not len(table):
         return 0
     numbers = np.full(len(table), -1, np.int32)
+    ends = np.zeros(len(table), np.int64)
     for position, row in enumerate(table):
         number = int(row["number"])
         if number in handles and handles[number][1].segment_id == row["id"].tobytes():
-            numbers[position] = number
+            numbers[position], ends[position] = number, handles[number][1].size or handles[number][2]
     ok = (rows["segment"] < len(table)) & (rows["realm"] < len(checkpoint.realms))
-    ok &= numbers[np.minimum(rows["segment"], len(table) - 1)] >= 0
+    homes = np.minimum(rows["segment"], len(table) - 1)
+    # A record that is said to lie beyond its segment is damage: nothing may be read, or moved, at such a size.
+    ok &= (numbers[homes] >= 0) & (rows["offset"].astype(np.int64) + rows["length"] <= ends[homes])
     rows = rows if ok.all() else rows[ok]
     for position, realm in enumerate(checkpoint.realms):
         mine = rows["realm"] == position
