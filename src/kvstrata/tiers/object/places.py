@@ -84,7 +84,7 @@ def credentials_of(kind: str, reference: str, option: str) -> dict[str, str]:
         found: dict[str, str] = {}
     elif how == "env" and what:
         found = {name: os.environ.get(f"{what}_{name}".upper(), "") for name in _FIELDS[kind]}
-        _check_found(kind, found, option, lambda name: f"the environment variable {what}_{name}".upper())
+        _check_found(kind, found, option, lambda name: "the environment variable " + f"{what}_{name}".upper())
     elif how == "profile" and what and kind == "s3":
         path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or str(Path.home() / ".aws" / "credentials")
         found = _read_profile(path, what, option)
@@ -128,7 +128,7 @@ def _read_file(kind: str, path: str, option: str) -> dict[str, str]:
         return _profile_of(text, path, "default", option)
     try:
         table = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{option}: {path} is not JSON") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{option}: {path} is not a table of fields")
