@@ -51,5 +51,6 @@ def test_stock_tiering_over_our_disk_and_a_restart(tmp_path: Path) -> None:
         back = one(again, tokens)
         assert back["cached"] >= 1024
         assert difference(own, back) == 0.0
-    with Engine(model, tiering(folder, identity="another"), connector="OffloadingConnector") as other:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    with Engine(model, tiering(folder), connector="OffloadingConnector", hf_overrides=rope) as other:
         assert one(other, tokens)["cached"] == 0

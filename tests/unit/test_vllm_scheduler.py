@@ -253,6 +253,17 @@ def test_counters_are_told_as_gains(side: SchedulerSide) -> None:
     assert side.gains() == {}
 
 
+def test_counting_a_step_looks_at_no_request(side: SchedulerSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    side.gains()
+    manager, snapshots = side.stack.manager, []
+    monkeypatch.setattr(manager, "statistics", lambda: snapshots.append(1))
+    for number in range(50):
+        side.new_request(kit.FakeRequest(f"r{number}", [number] * 40))
+        side.gains()
+    assert snapshots == []
+    assert side.shield.total == 0
+
+
 def test_with_windows_and_answers_the_end_of_the_prompt_and_of_the_answer_are_kept() -> None:
     shape = kit.shape_of(kit.group(kit.full()), kit.group(kit.sliding(17)), blocks_per_chunk=2)
     side = kit.side(shape, store="all")

@@ -503,6 +503,11 @@ class TieringOffloadingManager:
         queued = any(tier.queue or tier.cascades for tier in core.tiers)
         return not (waiting or queued or len(core.ledger) or self._presence.probes or core.commands)
 
+    @property
+    def counters(self) -> Counters:
+        """The live counters, to read at once and not to keep: O(1), where `statistics` goes over all requests."""
+        return self._core.counters
+
     def statistics(self) -> Statistics:
         """A frozen snapshot; the counters in it are copies. O(1) in requests and chunks."""
         core = self._core

@@ -41,7 +41,7 @@ def engine_identity(vllm_config: Any, cache_config: Any, shape: EngineShape, ver
         kv_dtype=_plain(dtype),
         kv_scales=_plain(getattr(cache, "calculate_kv_scales", None)),
         groups=tuple(_group(shape, g) for g in range(len(shape.groups))),
-        configuration=_configuration(vllm_config),
+        configuration=engine_configuration(vllm_config),
         parallel=ParallelShape(tensor=shape.ranks),
         block_hash=str(cache.prefix_caching_hash_algo),
         hash_seed=hash_seed(str(cache.prefix_caching_hash_algo)),
@@ -88,7 +88,8 @@ def _group(shape: EngineShape, g: int) -> GroupIdentity:
     )
 
 
-def _configuration(vllm_config: Any) -> Pairs:
+def engine_configuration(vllm_config: Any) -> Pairs:
+    """What of the engine's configuration changes KV, besides shapes: the model's own, overrides applied, and types."""
     model = vllm_config.model_config
     values = {
         "model_dtype": _plain(model.dtype),

@@ -40,6 +40,9 @@ T = TypeVar("T")
 NO_JOB = -1
 """Id of a load that the core does not know: it is reported as failed."""
 
+ALARM_PAUSE_S = 10.0
+"""How often the core is asked whether something is wrong on the whole."""
+
 LEAST_GAP_S = 0.1
 """What a gap between two polls counts at most where the core counts nothing."""
 
@@ -79,6 +82,7 @@ class SchedulerSide:
         self._meter = Meter()
         self._alarmed: set[str] = set()
         """Places of alarms that were told."""
+        self._alarms_due = -math.inf
         self._owed = Owed()
         """What the core must learn and would not take."""
         stack.driver.on_fault = self.shield.caught
@@ -522,14 +526,22 @@ class SchedulerSide:
     @shielded(dict)
     def gains(self) -> dict[str, float]:
         """What counters have gained since the last call."""
-        statistics = self.stack.driver.call(lambda manager: manager.statistics())
-        for alarm in statistics.alarms:
+        self._look_for_alarms()
+        counters = self.stack.driver.call(lambda manager: manager.counters)
+        now = totals(counters, self.traffic, self.shield.total)
+        now |= {f"{HIT_TOKENS}.{place}": tokens for place, tokens in self.hit_tokens.items()}
+        return self._meter.gains(now)
+
+    def _look_for_alarms(self) -> None:
+        """Tell each alarm of the core once. A snapshot of the core goes over all requests: not in every step."""
+        now = self.stack.clock.monotonic()
+        if now < self._alarms_due:
+            return
+        self._alarms_due = now + ALARM_PAUSE_S
+        for alarm in self.stack.driver.call(lambda manager: manager.statistics()).alarms:
             if alarm.place not in self._alarmed:
                 self._alarmed.add(alarm.place)
                 _log.warning("kvstrata: %s", alarm.text)
-        now = totals(statistics, self.traffic, self.shield.total)
-        now |= {f"{HIT_TOKENS}.{place}": tokens for place, tokens in self.hit_tokens.items()}
-        return self._meter.gains(now)
 
     @shielded(list)
     def events(self) -> list[Any]:

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from kvstrata.core.manager import Statistics
+from kvstrata.core.statistics import Counters
 from kvstrata.integrations.vllm.metadata import StepReport
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -41,9 +41,8 @@ HIT_TOKENS = "hit_tokens"
 """Tokens restored, by the place that they came from."""
 
 
-def totals(statistics: Statistics, traffic: StepReport, faults: int) -> dict[str, float]:
+def totals(c: Counters, traffic: StepReport, faults: int) -> dict[str, float]:
     """All counters at this moment."""
-    c = statistics.counters
     return {
         "stored_chunks": c.stored,
         "stored_bytes": c.stored_bytes,

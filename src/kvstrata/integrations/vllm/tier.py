@@ -3,8 +3,9 @@
     "secondary_tiers": [{"type": "KVStrataTier", "module_path": "kvstrata.integrations.vllm.tier",
                          "dir": "/var/cache/kv", "limit": "200GB", "identity": "anything that changes KV"}]
 
-vLLM tells a tier less of the engine than a connector: overrides of the model's configuration (another RoPE base) are
-not seen here. What is seen, and `identity`, make the namespace; the connector has no such gap.
+vLLM hands its tiers less of the engine than its connectors: nothing that overrides the model's configuration (another
+RoPE base). The tier is made inside the connector's constructor, so it looks there for the engine's whole configuration;
+where it finds none, it refuses to start unless the operator states an `identity`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import inspect
 import logging
 import os
 from collections.abc import Iterable
@@ -19,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.config import parse_size
-from kvstrata.integrations.vllm.identity import KV_LAYOUT_VERSION, hash_seed, weights_sample
+from kvstrata.errors import ConfigError
+from kvstrata.integrations.vllm.identity import KV_LAYOUT_VERSION, engine_configuration, hash_seed, weights_sample
 from kvstrata.integrations.vllm.shield import Shield, shielded
 from kvstrata.integrations.vllm.versions import require_supported
 from kvstrata.layout.namespace import encode
@@ -65,7 +68,8 @@ class TierMethods:
         **options: Any,
     ) -> None:
         require_supported()
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)  # type: ignore[call-arg]
+        newer = () if backpressure_detector is None else (backpressure_detector,)  # 0.30 has none
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *newer)  # type: ignore[call-arg]
         self.shield = Shield("tier")
         self._clock = SystemClock()
         self._executor = ThreadExecutor("kvstrata-tier", THREADS)
@@ -84,7 +88,7 @@ class TierMethods:
             **options,
         )
         self.tier = GuardedTier(disk)
-        namespace = spec_namespace(offloading_spec.config, identity)
+        namespace = spec_namespace(offloading_spec.config, identity, callers_configuration())
         view = primary_kv_view.cast("B")
         self.tier.open(TierContext(view, namespace, size, self._clock, self._executor))
         trouble = self.tier.self_test()
@@ -196,8 +200,27 @@ class TierMethods:
         self._executor.close(1.0)
 
 
-def spec_namespace(config: Any, identity: str) -> bytes:
-    """The namespace from what vLLM tells its tiers, the model's files if they are local, and the operator's words."""
+def callers_configuration() -> Any | None:
+    """The engine's configuration, from the nearest caller that holds it under vLLM's own name for it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config")
+        if getattr(getattr(found, "model_config", None), "hf_config", None) is not None:
+            return found
+        frame = frame.f_back
+    return None
+
+
+def spec_namespace(config: Any, identity: str, engine: Any | None) -> bytes:
+    """The namespace from what vLLM tells its tiers, the engine's configuration, and the operator's words.
+
+    Raises `ConfigError` if neither the configuration nor words say what the engine computes.
+    """
+    if engine is None and not identity:
+        raise ConfigError(
+            "KVStrataTier: this vLLM does not show its tiers the model's whole configuration; name everything that "
+            'changes KV (revision, overrides of the configuration, quantization) in the option "identity"'
+        )
     model, parallel = config.model, config.parallel
     local = os.path.isdir(model.name)
     folder = Path(model.name)
@@ -219,6 +242,7 @@ def spec_namespace(config: Any, identity: str) -> bytes:
         (parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size),
         str(config.kv_cache_layout),
         str(seed),
+        () if engine is None else (str(engine.model_config.revision or ""), engine_configuration(engine)),
         identity,
     )
     return hashlib.blake2b(encode(parts), digest_size=16).digest()
