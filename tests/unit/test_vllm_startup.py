@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import vllm_kit as kit
 
-from kvstrata.cli.doctor import Verdict, examine
+from kvstrata.cli.doctor import Verdict, doctor, examine
 from kvstrata.config import config_from_dict
+from kvstrata.errors import ConfigError
 from kvstrata.integrations.vllm.fences import Sources, new_owners
 from kvstrata.integrations.vllm.identity import hash_seed, weights_sample
 from kvstrata.integrations.vllm.metadata import CopyJob, GroupCopy
@@ -18,6 +19,7 @@ from kvstrata.integrations.vllm.settings import VllmSettings
 from kvstrata.integrations.vllm.shield import Shield, shielded
 from kvstrata.integrations.vllm.stack import Stack
 from kvstrata.integrations.vllm.startup import for_replica, largest_restore, outlook, restore_bytes
+from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.memory import MemoryTier
 from kvstrata.types import FailCause, JobEnded, KeysDone, TierEvent, TierJob
 
@@ -177,6 +179,26 @@ def test_the_doctor_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     bad = {f.what: f for f in findings if f.verdict is Verdict.FAIL}
     assert set(bad) >= {"memory", "vLLM", "hash seed", "fs"}
     assert all(f.advice for f in bad.values())
+
+
+def test_the_doctor_does_not_ignore_what_it_is_given() -> None:
+    with pytest.raises(ConfigError, match="add --dir"):
+        doctor(limit="5GB")
+    with pytest.raises(ConfigError, match="--config says all"):
+        doctor(config=Path("x.json"), size="1GiB")
+
+
+class Hopeless(MemoryTier):
+    """Cannot even be tried."""
+
+    def open(self, context: TierContext) -> None:
+        raise RuntimeError("no server")
+
+
+def test_the_doctor_survives_a_tier_that_raises_anything() -> None:
+    entry = {"type": f"{__name__}:Hopeless", "name": "far"}
+    findings = [f.line() for f in examine(config_from_dict({"primary": {"size": 1 << 20}, "tiers": [entry]}))]
+    assert any("FAIL" in line and "far" in line and "no server" in line for line in findings)
 
 
 def test_replicas_share_a_folder_and_a_limit() -> None:

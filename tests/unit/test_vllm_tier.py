@@ -50,7 +50,7 @@ def test_what_vllm_does_not_tell_is_part_of_the_namespace() -> None:
 
 
 def test_without_a_configuration_and_words_it_refuses() -> None:
-    with pytest.raises(ConfigError, match='does not show its tiers .* option "identity"'):
+    with pytest.raises(ConfigError, match=r'does not show its tiers .* option "identity"'):
         spec_namespace(told(), "", None)
 
 

@@ -197,3 +197,20 @@ def test_primary_is_found_by_a_process_that_this_one_started() -> None:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         assert done.stderr == ""
         assert region.view[7] == 42
+
+
+def test_a_store_whose_fence_fails_is_dropped() -> None:
+    """Its blocks are written by the step that should have come behind the copy."""
+    bench = Bench()
+    ended: list[Done] = []
+
+    def broken(job_ids: object) -> None:
+        raise OSError("broken")
+
+    bench.copier.store = lambda job_id, pieces: None  # type: ignore[method-assign]
+    bench.copier.finished = lambda: [ended.pop() for _ in list(ended)]  # type: ignore[method-assign]
+    bench.copier.wait = broken  # type: ignore[method-assign]
+    bench.worker.after_forward(StepWork(stores=[CopyJob(1, "r", copy([3])), CopyJob(2, "r", copy([4]))]))
+    bench.worker.before_forward(StepWork(fences=[1]))
+    ended += [Done(2, ok=True), Done(1, ok=True)]
+    assert sorted((job.job_id, job.ok) for job in bench.report().stores) == [(1, False), (2, True)]

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from kvstrata.config import Config, TierConfig, config_from_dict, load_config, parse_size
-from kvstrata.errors import KVStrataError
+from kvstrata.errors import ConfigError, KVStrataError
 from kvstrata.integrations.vllm.identity import hash_seed
 from kvstrata.integrations.vllm.stack import ladder_doubts, tier_options
 from kvstrata.integrations.vllm.versions import TESTED, installed_version, is_tested
@@ -22,6 +22,7 @@ from kvstrata.primary.limits import read_memory_rooms, tightest
 from kvstrata.primary.region import SharedRegion
 from kvstrata.runtime.clock import SystemClock
 from kvstrata.runtime.executor import ThreadExecutor
+from kvstrata.runtime.guard import GuardedTier
 from kvstrata.tiers.base import Clock, TierContext
 from kvstrata.tiers.registry import make_tier
 
@@ -63,6 +64,10 @@ def doctor(
     limit: Annotated[str, typer.Option(help="Limit of the disk tier, as 200GB.")] = "",
 ) -> None:
     """Check the machine and a configuration: memory, folder, direct I/O, space, speed, vLLM, hash seed, tiers."""
+    if config is not None and (size or directory is not None or limit):
+        raise ConfigError("doctor: --config says all; leave out --size, --dir and --limit")
+    if limit and directory is None:
+        raise ConfigError("doctor: --limit is the limit of a folder; add --dir")
     settings = load_config(config) if config is not None else _given(size, directory, limit)
     worst = Verdict.OK
     for finding in examine(settings):
@@ -108,7 +113,15 @@ def _memory(config: Config) -> Iterator[Finding]:
         yield Finding(Verdict.FAIL, "memory", f"primary of {size} bytes, but {room.describe()}", "a smaller primary")
         return
     if room is not None and room.available < 2 * size:
-        yield Finding(Verdict.WARN, "memory", f"primary takes more than half of what is left: {room.describe()}")
+        yield Finding(
+            Verdict.WARN,
+            "memory",
+            f"primary of {size} bytes takes more than half of what is left: {room.describe()}",
+            "a smaller primary, or more memory for the container",
+        )
+    else:
+        left = "no limit is known here" if room is None else room.describe()
+        yield Finding(Verdict.OK, "memory", f"primary of {size} bytes; {left}")
     try:
         with SharedRegion(min(size, TRIAL_REGION)):
             yield Finding(Verdict.OK, "shared memory", f"a trial of {min(size, TRIAL_REGION)} bytes could be backed")
@@ -215,12 +228,12 @@ def _self_test(entry: TierConfig, clock: Clock) -> Finding:
     executor = ThreadExecutor(f"doctor-{entry.name}", 2)
     try:
         with SharedRegion(TRIAL_REGION) as region:
-            tier = make_tier(entry.type, name=entry.name, **tier_options(entry.options, entry.name))
+            tier = GuardedTier(make_tier(entry.type, name=entry.name, **tier_options(entry.options, entry.name)))
             tier.open(TierContext(region.view, bytes(16), 0, clock, executor, region_fd=region.fileno()))
             trouble = tier.self_test()
             tier.close()
-    except (KVStrataError, OSError) as error:
-        trouble = str(error)
+    except Exception as error:  # a tier of an outside author may raise anything
+        trouble = str(error) or type(error).__name__
     finally:
         executor.close(1.0)
     if trouble is None:

@@ -6,7 +6,10 @@ The order that it keeps, and that tests check with doubles of stream and event:
   event of the engine's stream), and `wait` makes the engine's stream wait for the copy before what it queues next;
 - a *load* writes blocks after all that the engine had queued when it was handed over, and is reported only when its
   event has happened;
-- one launch moves all blocks of one group of one job.
+- one launch moves all blocks of one group of one job;
+- a job whose launch fails is reported, as failed, only behind what of it had been queued: until then those copies may
+  still touch its blocks;
+- no copy crosses a border of the pieces in which primary was page-locked: the driver refuses such a one.
 """
 
 from __future__ import annotations
@@ -62,6 +65,10 @@ class Device(Protocol):
         ...
 
 
+PIN_BYTES = 1 << 30
+"""How much of primary is page-locked with one call."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceLayer:
     """Where a layer's blocks are: address of block 0, distance of blocks, bytes of a page."""
@@ -78,11 +85,14 @@ class _Job:
     begun: float
     size: int
     ended: Event
-    load: bool
+    ok: bool
 
 
 class DeviceCopier:
-    """`groups[g]` are the layers of group g; primary begins at `primary` and has `size` bytes."""
+    """`groups[g]` are the layers of group g; primary begins at `primary` and has `size` bytes.
+
+    `border`: primary was page-locked in pieces of so many bytes.
+    """
 
     def __init__(
         self,
@@ -91,7 +101,9 @@ class DeviceCopier:
         size: int,
         device: Device,
         clock: Callable[[], float],
+        border: int = PIN_BYTES,
     ) -> None:
+        self._border = border
         self._groups = groups
         self._primary = primary
         self._size = size
@@ -102,6 +114,8 @@ class DeviceCopier:
         self._jobs: dict[int, _Job] = {}
         self._order: deque[_Job] = deque()
         self._failed: list[Done] = []
+        self.last_error: Exception | None = None
+        """What the last failed launch raised."""
 
     def load(self, job_id: int, pieces: Sequence[Piece]) -> None:
         """Queue copies from primary into blocks."""
@@ -119,14 +133,17 @@ class DeviceCopier:
             self._failed.append(Done(job_id, ok=False))
             return
         stream.wait(self._device.engine_stream().record())
-        size = 0
-        for blocks, places, sizes in lists:
-            if load:
-                self._device.launch(stream, places, blocks, sizes)
-            else:
-                self._device.launch(stream, blocks, places, sizes)
-            size += int(sizes.sum())
-        job = _Job(job_id, begun, size, stream.record(), load)
+        size, ok = 0, True
+        try:
+            for blocks, places, sizes in lists:
+                if load:
+                    self._device.launch(stream, places, blocks, sizes)
+                else:
+                    self._device.launch(stream, blocks, places, sizes)
+                size += int(sizes.sum())
+        except Exception as error:
+            self.last_error, ok = error, False
+        job = _Job(job_id, begun, size, stream.record(), ok)
         self._jobs[job_id] = job
         self._order.append(job)
 
@@ -142,7 +159,8 @@ class DeviceCopier:
             at += layer.page
         if len(piece.places) and not 0 <= int(piece.places.min()) <= int(piece.places.max()) <= self._size - at:
             raise IndexError("a place is not in primary")
-        return merge(np.concatenate(blocks), np.concatenate(places), np.concatenate(sizes))
+        whole = merge(np.concatenate(blocks), np.concatenate(places), np.concatenate(sizes))
+        return cut(*whole, self._primary, self._border)
 
     def finished(self) -> list[Done]:
         """Jobs whose copies have been done since the last call."""
@@ -152,7 +170,7 @@ class DeviceCopier:
             job = self._order.popleft()
             if job.ended.happened():
                 del self._jobs[job.job_id]
-                done.append(Done(job.job_id, ok=True, size=job.size, seconds=self._clock() - job.begun))
+                done.append(Done(job.job_id, ok=job.ok, size=job.size, seconds=self._clock() - job.begun))
             else:
                 waiting.append(job)
         self._order = waiting
@@ -181,3 +199,19 @@ def merge(blocks: I64, places: I64, sizes: I64) -> tuple[I64, I64, I64]:
     joined = (blocks[1:] == blocks[:-1] + sizes[:-1]) & (places[1:] == places[:-1] + sizes[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~joined]))
     return blocks[first], places[first], np.add.reduceat(sizes, first)
+
+
+def cut(blocks: I64, places: I64, sizes: I64, first: int, border: int) -> tuple[I64, I64, I64]:
+    """The same copies with those divided that cross a multiple of `border` bytes behind `first`."""
+    while True:
+        room = border - (places - first) % border
+        crossing = np.flatnonzero(sizes > room)
+        if not len(crossing):
+            return blocks, places, sizes
+        head = room[crossing]
+        blocks = np.concatenate([blocks, blocks[crossing] + head])
+        places = np.concatenate([places, places[crossing] + head])
+        rest = sizes[crossing] - head
+        sizes = sizes.copy()
+        sizes[crossing] = head
+        sizes = np.concatenate([sizes, rest])

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstrata.transfer.device import PIN_BYTES
 from kvstrata.types import I64
 
 _log = logging.getLogger("vllm.kvstrata")
-
-PIN_BYTES = 1 << 30
-"""How much is page-locked with one call."""
 
 Launch = Callable[[Any, Any, Any], None]
 """Copies between lists of addresses (int64 tensors in host memory) on the current stream, as one operation."""
