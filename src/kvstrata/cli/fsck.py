@@ -1,5 +1,7 @@
 """`kvstrata fsck`: verify every record of a disk tier's directory, report by cause, drop what is bad.
 
+With `--release PART` it frees a part of a directory that engines share (tier fs), and its quota.
+
 Exit codes: 0 nothing bad (or all of it dropped), 3 something bad is there, 2 the directory cannot be looked at.
 """
 
@@ -14,6 +16,7 @@ import typer
 
 from kvstrata.tiers.disk.io import SystemFiles
 from kvstrata.tiers.disk.survey import Survey, repair, survey
+from kvstrata.tiers.fs.release import release_part
 
 BAD_FOUND = 3
 
@@ -22,8 +25,13 @@ def fsck(
     directory: Annotated[Path, typer.Argument(help="The directory of a disk tier.")],
     do_repair: Annotated[bool, typer.Option("--repair", help="Drop what is bad; nobody may be using it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    release: Annotated[str, typer.Option("--release", help="Free this part of a shared directory (tier fs).")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Its owner was on another host and is gone.")] = False,
 ) -> None:
-    """Verify every record in a disk tier's directory."""
+    """Verify every record in a disk tier's directory, or free a part of a shared one."""
+    if release:
+        _release(str(directory), release, force=force, as_json=as_json)
+        return
     files = SystemFiles()
     found = survey(files, str(directory), verify=True)
     if do_repair:
@@ -33,6 +41,18 @@ def fsck(
     else:
         _print(found, repaired=do_repair)
     if not do_repair and is_bad(found):
+        raise typer.Exit(BAD_FOUND)
+
+
+def _release(directory: str, part: str, *, force: bool, as_json: bool) -> None:
+    freed = release_part(directory, part, this_host_only=not force)
+    if as_json:
+        typer.echo(json.dumps(asdict(freed)))
+    else:
+        typer.echo(f"{directory}: part {part}: {freed.files} files, {freed.bytes} bytes freed")
+        for name in freed.kept:
+            typer.echo(f"  not ours, or would not go, left alone: {name}; the claim stays")
+    if freed.kept:
         raise typer.Exit(BAD_FOUND)
 
 

@@ -87,6 +87,11 @@ class FaultyFileSystem(RealFileSystem):
         self._enter("rename", target)
         super().rename(source, target, source_dir, target_dir)
 
+    def link(self, source: str, target: str, source_dir: int, target_dir: int) -> None:
+        """See `FileSystem`."""
+        self._enter("link", target)
+        super().link(source, target, source_dir, target_dir)
+
     def unlink(self, name: str, dir_fd: int) -> None:
         """See `FileSystem`."""
         self._enter("unlink", name)

@@ -31,6 +31,11 @@ class FaultyClient:
         self.keys[method] = self.keys.get(method, 0) + keys
 
     @property
+    def unit(self) -> int:
+        """The inner one's, which it may learn when it is opened."""
+        return self.inner.unit
+
+    @property
     def claims(self) -> ClaimPlace:
         """The inner one's."""
         return self.inner.claims

@@ -9,13 +9,13 @@ from kvstrata.tiers.base import Tier
 
 TIERS: dict[str, str] = {
     "memory": "kvstrata.tiers.memory:MemoryTier",
-    "fs": "kvstrata.tiers.fs:FsTier",
+    "fs": "kvstrata.tiers.fs:make",
     "disk": "kvstrata.tiers.disk:DiskTier",
     "mooncake": "kvstrata.tiers.mooncake:MooncakeTier",
     "object": "kvstrata.tiers.object:ObjectTier",
     "redis": "kvstrata.tiers.redis:RedisTier",
 }
-"""Name of each built-in tier, and where its class is."""
+"""Name of each built-in tier, and where its class is, or what makes it."""
 
 
 def make_tier(name: str, /, **settings: object) -> Tier:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from kvstrata.tiers.common.record import Identity
 from kvstrata.tiers.fs.files import FileSystem, close_quietly
 from kvstrata.tiers.fs.find import list_folders
-from kvstrata.tiers.fs.place import DIRECTORY_FLAGS, LOCK_FILE, TEMPORARY, TEMPORARY_NAME, Place, open_folder
+from kvstrata.tiers.fs.place import (
+    DIRECTORY_FLAGS,
+    LOCK_FILE,
+    PARTS,
+    TEMPORARY,
+    TEMPORARY_NAME,
+    Place,
+    open_folder,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,10 @@ def _open_root(files: FileSystem, path: str) -> int:
 def _check_root(files: FileSystem, root_fd: int, path: str) -> Refusal | None:
     if files.fstat(root_fd).mode & stat.S_IWOTH:
         return Refusal(f"{path} may be written by everybody; chunks in it cannot be trusted", permanent=True)
+    if PARTS in files.names(root_fd):
+        return Refusal(
+            f"{path} is shared by parts; this engine needs a part in it, or another directory", permanent=True
+        )
     return None
 
 

@@ -84,6 +84,14 @@ class FileSystem(Protocol):
         """Move a file over another, atomically."""
         ...
 
+    def link(self, source: str, target: str, source_dir: int, target_dir: int) -> None:
+        """Give a file a second name, atomically; fails if that name is taken."""
+        ...
+
+    def set_access(self, fd: int, mode: int, group: int | None) -> None:
+        """Set the permission bits, and the group if one is given, of an open file or directory."""
+        ...
+
     def unlink(self, name: str, dir_fd: int) -> None:
         """Remove a file."""
         ...
@@ -161,6 +169,16 @@ class RealFileSystem:
         """See `FileSystem`."""
         os.rename(source, target, src_dir_fd=source_dir, dst_dir_fd=target_dir)
 
+    def link(self, source: str, target: str, source_dir: int, target_dir: int) -> None:
+        """See `FileSystem`."""
+        os.link(source, target, src_dir_fd=source_dir, dst_dir_fd=target_dir, follow_symlinks=False)
+
+    def set_access(self, fd: int, mode: int, group: int | None) -> None:
+        """See `FileSystem`."""
+        if group is not None:
+            os.fchown(fd, -1, group)
+        os.fchmod(fd, mode)
+
     def unlink(self, name: str, dir_fd: int) -> None:
         """See `FileSystem`."""
         os.unlink(name, dir_fd=dir_fd)
@@ -200,6 +218,27 @@ class RealFileSystem:
         except BlockingIOError:
             return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use the files besides their owner: permission bits of files, and a group. Never the world."""
+
+    mode: int = 0o600
+    group: int | None = None
+
+    @property
+    def folder_mode(self) -> int:
+        """Permission bits of directories: who may read may enter."""
+        return self.mode | (self.mode & 0o440) >> 2
+
+    def give(self, files: FileSystem, fd: int, *, folder: bool) -> None:
+        """Set what the process's mask, or its own group, may have kept from being so. Raises `OSError`."""
+        if self != PRIVATE:
+            files.set_access(fd, self.folder_mode if folder else self.mode, self.group)
+
+
+PRIVATE = Access()
 
 
 def close_quietly(files: FileSystem, fd: int) -> None:

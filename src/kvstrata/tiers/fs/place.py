@@ -13,7 +13,6 @@ takes room (another namespace, or a record that a load would not accept).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -25,12 +24,15 @@ import xxhash
 
 from kvstrata.tiers.common.index import Name, Victim, is_served
 from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, make_header
-from kvstrata.tiers.fs.files import FileStatus, FileSystem, cause_of, close_quietly
+from kvstrata.tiers.fs.files import PRIVATE, Access, FileStatus, FileSystem, cause_of, close_quietly
 from kvstrata.types import FailCause, OffloadKey
 
 NAMESPACE_BYTES = 16
 LOCK_FILE = "kvstrata-fs.lock"
 TEMPORARY = "tmp"
+PARTS = "parts"
+CLAIMS = "claims"
+"""Where engines that share a directory keep their parts, and say so (shared_client.py)."""
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO under our name must not block a worker
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -72,6 +74,7 @@ class Place:
     owner: str
     """Process id and a random token: the beginning of every temporary file's name."""
     counter: Iterator[int] = field(default_factory=itertools.count)
+    access: Access = PRIVATE
 
     def close(self) -> None:
         """Give all handles back; with the lock's, another engine may take the directory."""
@@ -140,21 +143,29 @@ class Folders:
         fd = self._open.get(path)
         if fd is None:
             parent = self.place.root_fd if fan is None else self.at(namespace, make=make)
-            fd = open_folder(self.place.files, fan or namespace, parent, make=make)
+            fd = open_folder(self.place.files, fan or namespace, parent, make=make, access=self.place.access)
             self._open[path] = fd
         return fd
 
 
-def open_folder(files: FileSystem, name: str, parent: int, *, make: bool = False) -> int:
+def open_folder(files: FileSystem, name: str, parent: int, *, make: bool = False, access: Access = PRIVATE) -> int:
     """A handle of a sub-directory, made first if need be. Raises `OSError`."""
     try:
         return files.open(name, DIRECTORY_FLAGS, dir_fd=parent)
     except FileNotFoundError:
         if not make:
             raise
-    with contextlib.suppress(FileExistsError):
-        files.mkdir(name, 0o700, dir_fd=parent)
-    return files.open(name, DIRECTORY_FLAGS, dir_fd=parent)
+    try:
+        files.mkdir(name, access.folder_mode, dir_fd=parent)
+    except FileExistsError:
+        return files.open(name, DIRECTORY_FLAGS, dir_fd=parent)
+    fd = files.open(name, DIRECTORY_FLAGS, dir_fd=parent)
+    try:
+        access.give(files, fd, folder=True)
+    except OSError:
+        close_quietly(files, fd)
+        raise
+    return fd
 
 
 def file_name(key: OffloadKey) -> str:
@@ -182,8 +193,9 @@ def write_record(
 def _write_temporary(place: Place, name: str, buffers: list[bytes | memoryview], mtime_ns: int) -> int:
     """Write, set the time, close; the close may be the first to tell of a write that failed. Returns the allocation."""
     files = place.files
-    fd = files.open(name, WRITE_FLAGS, 0o600, place.tmp_fd)
+    fd = files.open(name, WRITE_FLAGS, place.access.mode, place.tmp_fd)
     try:
+        place.access.give(files, fd, folder=False)
         files.write(fd, buffers, 0)
         files.set_mtime(fd, mtime_ns)
         status = files.fstat(fd)

@@ -75,6 +75,7 @@ class MooncakeClient:
     """A `StoreClient` (server/client.py) over one Mooncake Store."""
 
     overhead = 0
+    unit = 1
     trusts_index = False
 
     def __init__(

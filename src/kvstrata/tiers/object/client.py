@@ -109,6 +109,7 @@ class ObjectClient:
     """A `StoreClient` (server/client.py) over one store of obstore."""
 
     overhead = 0
+    unit = 1
     trusts_index = True
 
     def __init__(

@@ -120,6 +120,7 @@ class RedisClient:
     """
 
     overhead = OVERHEAD_BYTES
+    unit = 1
     trusts_index = False
 
     def __init__(

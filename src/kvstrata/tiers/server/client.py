@@ -119,6 +119,8 @@ class StoreClient(Protocol):
 
     overhead: int
     """Bytes that a record takes besides its header and payload."""
+    unit: int
+    """A record takes whole multiples of so many bytes; known once the client is open."""
     trusts_index: bool
     """Nothing leaves the own part but by this tier (or rarely): keys in its index are not asked for."""
 
@@ -165,6 +167,11 @@ class StoreClient(Protocol):
     def scan(self) -> Iterator[list[FoundRecord]]:
         """All records of the own part, also of other namespaces, by pages. Raises `PlaceError`."""
         ...
+
+
+def footprint(client: StoreClient, payload_bytes: int) -> int:
+    """Bytes that the record of a payload takes in a store."""
+    return -(-(HEADER_BYTES + payload_bytes + client.overhead) // client.unit) * client.unit
 
 
 SCOPE_BYTES = 24

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from kvstrata.tiers.common.index import Victim
 from kvstrata.tiers.common.jobs import Job
-from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.common.tasks import Ticket, Waiter
-from kvstrata.tiers.server.client import WriteItem
+from kvstrata.tiers.server.client import WriteItem, footprint
 from kvstrata.tiers.server.core import State
 from kvstrata.tiers.server.loads import Loads
 from kvstrata.tiers.server.tasks import DiscardTask, RemoveTask, StoreItem, StoreTask
@@ -54,7 +53,7 @@ class Stores(Loads):
         elif len(self._waiting) >= self._settings.max_queue:
             self._jobs.settle(job.job_id, index, FailCause.REFUSED)
         else:
-            need = HEADER_BYTES + job.lengths[index] + self._client.overhead
+            need = footprint(self._client, job.lengths[index])
             if self._settings.limit is not None and need > self._settings.limit:
                 self._jobs.settle(job.job_id, index, FailCause.NO_SPACE)
                 return
