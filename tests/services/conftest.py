@@ -7,12 +7,14 @@ printed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from servers import MooncakeServer, RedisServer, S3Server
 from services_kit import KNOWN, REQUIRED, VERSIONS, find_server
+from services_stack import SERVERS, Place
 
 _passed: dict[str, int] = {}
 
@@ -41,6 +43,17 @@ def mooncake_server(tmp_path: Path) -> Iterator[MooncakeServer]:
         yield server
 
 
+@pytest.fixture(params=sorted(SERVERS))
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A fresh server of each kind."""
+    kind: str = request.param
+    find_server(kind)
+    monkeypatch.setenv("KVS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("KVS_SECRET_ACCESS_KEY", "test")
+    with SERVERS[kind](_folder(tmp_path, kind)) as server:
+        yield Place(kind, server)
+
+
 def _folder(tmp_path: Path, name: str) -> Path:
     place = tmp_path / name
     place.mkdir()
@@ -56,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" and report.passed:
         for name in KNOWN:
-            if f"_{name}" in report.nodeid or f"[{name}" in report.nodeid:
+            if re.search(rf"(_|\[|-){name}(_|\]|-|\.|$)", report.nodeid):
                 _passed[name] = _passed.get(name, 0) + 1
 
 

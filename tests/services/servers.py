@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -92,6 +93,50 @@ class Server:
         self.kill()
 
 
+class SlowLink:
+    """A way to a server that holds every piece of an answer back for `delay_s` seconds."""
+
+    def __init__(self, port: int) -> None:
+        self.delay_s = 0.0
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(("127.0.0.1", self._to), 5)
+            except OSError:
+                near.close()
+                continue
+            self._sockets += (near, far)
+            threading.Thread(target=self._carry, args=(near, far, False), daemon=True).start()
+            threading.Thread(target=self._carry, args=(far, near, True), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, slow: bool) -> None:
+        try:
+            while piece := source.recv(1 << 16):
+                if slow and self.delay_s:
+                    time.sleep(self.delay_s)
+                target.sendall(piece)
+        except OSError:
+            pass
+        finally:
+            for side in (source, target):
+                side.close()
+
+    def close(self) -> None:
+        """Close the way and all that goes over it."""
+        for one in (self._listener, *self._sockets):
+            one.close()
+
+
 class RedisServer(Server):
     """redis-server or valkey-server, keeping nothing on disk."""
 
@@ -100,6 +145,8 @@ class RedisServer(Server):
     def __init__(self, place: Path, *options: str) -> None:
         super().__init__(place)
         self.options = options
+        self._held: socket.socket | None = None
+        self._link: SlowLink | None = None
 
     @classmethod
     def program(cls) -> str | None:
@@ -132,7 +179,40 @@ class RedisServer(Server):
     @property
     def url(self) -> str:
         """Where it is."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://127.0.0.1:{self.port if self._link is None else self._link.port}/0"
+
+    def behave(self, *, delay_s: float = 0.0) -> None:
+        """How fast answers come from now on, for those who asked for `url` after the first call."""
+        if self._link is None:
+            self._link = SlowLink(self.port)
+        self._link.delay_s = delay_s
+
+    def __exit__(self, *_: object) -> None:
+        if self._link is not None:
+            self._link.close()
+        super().__exit__()
+
+    def say(self, *words: str) -> str:
+        """Send one command as an operator would; the answer as text."""
+        with socket.create_connection(("127.0.0.1", self.port), 5) as connection:
+            return self._talk(connection, words)
+
+    @staticmethod
+    def _talk(connection: socket.socket, words: tuple[str, ...]) -> str:
+        connection.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w.encode()) for w in words))
+        connection.settimeout(5)
+        return connection.recv(1 << 16).decode()
+
+    def refuse(self, refusing: bool) -> None:
+        """Close every connection but one of ours, and take no other; or be as before."""
+        if refusing:
+            self._held = socket.create_connection(("127.0.0.1", self.port), 5)
+            self._talk(self._held, ("CONFIG", "SET", "maxclients", "1"))
+            self._talk(self._held, ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"))
+        elif self._held is not None:
+            self._talk(self._held, ("CONFIG", "SET", "maxclients", "1000"))
+            self._held.close()
+            self._held = None
 
 
 class S3Server(Server):
@@ -169,6 +249,10 @@ class S3Server(Server):
     def counts(self) -> dict[str, int]:
         """Requests so far by method (LIST apart), `begun` and `peak` (most at once)."""
         return dict(self._ask("counts"))
+
+    def refuse(self, refusing: bool) -> None:
+        """Answer every request by 503; or be as before."""
+        self.behave(refuse=refusing)
 
     def behave(self, *, delay_s: float = 0.0, refuse: bool = False) -> None:
         """How requests are answered from now on; counts start anew."""

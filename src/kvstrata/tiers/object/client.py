@@ -278,6 +278,7 @@ class ObjectClient:
             return
         if item.failed is not None and item.failed.is_content:
             item.version = (part, version)
+            self._bad.note(path, version)
 
     def write(self, items: Sequence[WriteItem]) -> None:
         """One PUT per record, straight from primary; in several pieces only above `multipart_bytes`."""
@@ -322,7 +323,7 @@ class ObjectClient:
         return [True] * len(paths)
 
     def discard(self, items: Sequence[ReadItem]) -> list[bool]:
-        """Delete bad objects of the own part; those of others are remembered by their version and not served."""
+        """Delete bad objects of the own part. Since they were read, no bad version is served from any part."""
         store = self.store
         if store is None:
             return [False] * len(items)
@@ -333,7 +334,6 @@ class ObjectClient:
             return True
         part, version = item.version
         path = self._path(part, item.key)
-        self._bad.note(path, version)
         if part != self._part:
             return True
         try:

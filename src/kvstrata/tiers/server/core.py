@@ -19,6 +19,7 @@ from kvstrata.tiers.server.tasks import (
     AttachTask,
     HoldTask,
     Lane,
+    LoadItem,
     ProbeTask,
     RemoveTask,
     ScanTask,
@@ -29,6 +30,8 @@ from kvstrata.tiers.server.tasks import (
 from kvstrata.types import FailCause, Flushed, OffloadKey
 
 REMOVES_PER_TASK = 256
+PROBES_PER_TIMEOUT = 256
+"""So many keys of one probe may take as long as one request."""
 NAMESPACE_BYTES = 16
 
 
@@ -45,7 +48,8 @@ class ServerSettings:
     """Name of the part; must stay the same over restarts and differ between engines. Empty: the host's name."""
     verify: bool = True
     timeout_s: float = 5.0
-    """Longest time of one request, and of a probe or load in all."""
+    """Longest time of one request. A read or probe that was handed over is given up after twice as long, and one that
+    waits is when nothing has come to an end for as long."""
     retry_s: float = 1.0
     """How often a store that cannot be reached, or a part that is taken, is tried again."""
     hold_check_s: float = 5.0
@@ -122,6 +126,10 @@ class Core:
         self._next_try = 0.0
         self._next_hold = 0.0
         self._next_touch = 0.0
+        self._progress = 0.0
+        """When a task last came to its end."""
+        self._sick = False
+        """The last thing that was heard of the store is a passing error."""
         self._forget_part()
 
     def _forget_part(self) -> None:
@@ -133,6 +141,10 @@ class Core:
         self._touched: dict[OffloadKey, None] = {}
         self._removed: set[Name] = set()
         """What was removed while a scan was under way."""
+        self._bad_later: list[LoadItem] = []
+        """Bad records that were read while a scan was under way."""
+        self._scanned = 0
+        """The last generation that the scan gave to an entry."""
         self._purges: list[tuple[bytes, Ticket]] = []
         """Purges that wait for the end of a scan."""
         self._scanning_since = 0.0
@@ -146,6 +158,7 @@ class Core:
         """Queue a task in its lane."""
         task.report = self._report
         task.epoch = self._epoch
+        task.queued_at = self._now()
         self._lanes[task.lane].append(task)
 
     def _feed(self) -> None:
@@ -155,6 +168,7 @@ class Core:
             if task is None:
                 return
             self._running[task] = None
+            task.deadline = self._now() + self._patience(task)
             try:
                 if self._context is None:
                     raise StateError("not open")
@@ -163,6 +177,11 @@ class Core:
                 task.abandoned = True
                 task.crash = str(error)
                 self._outbox.append(task)
+
+    def _patience(self, task: Task) -> float:
+        """How long a task may run: a request and its repetition, more for many keys."""
+        keys = len(task.asked) if isinstance(task, ProbeTask) else 0
+        return self._settings.timeout_s * (2 + keys // PROBES_PER_TIMEOUT)
 
     def _next_task(self) -> Task | None:
         stores = sum(task.lane is Lane.STORE for task in self._running)
@@ -318,6 +337,7 @@ class Core:
         for one in task.found:
             if one.name not in self._removed and one.name not in self._index.dying:
                 self._index.add(one.name, one.allocated)
+        self._scanned = max((entry.generation for entry in self._index.entries.values()), default=0)
         self._removed.clear()
         self._last_stamp = max(self._last_stamp, max((one.stamp for one in task.found), default=0))
         self._state = State.READY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,8 +25,11 @@ class Loads(Core):
 
     @property
     def _knows_part(self) -> bool:
-        """Whether what the own part has is exactly what the index says."""
-        return self._state is State.READY and self._client.trusts_index
+        """Whether what the own part has is exactly what the index says, so that nobody need be asked.
+
+        Not while the store is sick: an answer from memory would hide that it does not serve what it has.
+        """
+        return self._state is State.READY and self._client.trusts_index and not self._sick
 
     def probe(self, keys: Sequence[OffloadKey]) -> I8 | int:
         """A ticket; its answer comes by `poll`, within the time-out. A closed tier answers absent at once."""
@@ -39,7 +43,6 @@ class Loads(Core):
             if len(key) == KEY_BYTES and not (knows and self._index.get(key) is not None)
         ]
         task = ProbeTask(self._client, self._next_ticket, list(keys), asked, own=not knows)
-        task.deadline = self._now() + self._settings.timeout_s
         self._probes[task.ticket] = task
         if not self._connected:
             self._end_probe(task, FailCause.IO_ERROR)
@@ -74,6 +77,7 @@ class Loads(Core):
 
     def _on_probed(self, task: ProbeTask) -> None:
         failed = task.crash is not None or task.abandoned
+        self._sick = failed or any(isinstance(there, FailCause) for there in task.found)
         self._end_probe(task, FailCause.IO_ERROR if failed else None)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -116,9 +120,7 @@ class Loads(Core):
             items.append(LoadItem(read, Waiter(job.job_id, index), record, generation))
         self.touch(job.keys)
         for part in self._parts(items):
-            task = LoadTask(self._client, part)
-            task.deadline = self._now() + self._settings.timeout_s
-            self._submit(task)
+            self._submit(LoadTask(self._client, part))
         self._publish()
         self._feed()
 
@@ -150,6 +152,7 @@ class Loads(Core):
             else:
                 cause = item.read.failed
             self._settle_load(item, cause)
+            self._sick = cause is not None and cause.is_passing
             if cause is FailCause.GONE or (cause is not None and cause.is_content):
                 bad.append(item)
         self._drop_bad(bad, current=task.epoch == self._epoch)
@@ -159,12 +162,23 @@ class Loads(Core):
         self._jobs.settle(item.waiter.job_id, item.waiter.index, cause)
 
     def _drop_bad(self, bad: list[LoadItem], *, current: bool) -> None:
-        """Forget what is not there; have what is bad discarded, the version that was read and no other."""
+        """Forget what is not there; have what is bad discarded, the version that was read and no other.
+
+        While a scan is under way that waits for its end, or the scan would count what is about to be deleted. A part
+        that is not ours is left alone.
+        """
+        if self._state is not State.READY:
+            if self._state is State.SCANNING and current:
+                self._bad_later += bad
+            return
         discard: list[ReadItem] = []
         victims: list[Victim] = []
         for item in bad:
             entry = self._index.get(item.read.key) if current else None
-            known = entry is not None and entry.generation == item.generation
+            known = entry is not None and (
+                # What the scan found has not changed since: whoever read it before knew no generation.
+                item.generation == entry.generation or (item.generation is None and entry.generation <= self._scanned)
+            )
             if item.read.failed is FailCause.GONE:
                 if known:
                     self._index.pop(item.read.key)
@@ -180,19 +194,30 @@ class Loads(Core):
             self._index.reserved += discarding.reserved
             self._submit(discarding)
 
+    def _drop_late(self) -> None:
+        """The scan has ended: what was found bad meanwhile is dropped."""
+        later, self._bad_later = self._bad_later, []
+        self._drop_bad(later, current=True)
+
     # time-outs
 
     def _expire(self, now: float) -> None:
         """Answer probes and reads whose time is up."""
-        for probe in [probe for probe in self._probes.values() if probe.deadline <= now]:
-            self._drop_queued(probe)
-            self._end_probe(probe, FailCause.TIMEOUT)
-        for task in [task for task in self._tasks() if isinstance(task, LoadTask) and task.deadline <= now]:
-            self._drop_queued(task)
-            for item in task.items:
-                # A worker that already has the permit is copying: its answer is a moment away.
-                if not item.settled and item.read.take_permit():
-                    self._settle_load(item, FailCause.TIMEOUT)
+        stalled = now - 2 * self._settings.timeout_s
+        stalled = stalled if self._progress <= stalled else -math.inf
+        for task in list(self._tasks()):
+            if task.deadline > now and (task in self._running or task.queued_at > stalled):
+                continue
+            self._sick = True
+            if isinstance(task, ProbeTask):
+                self._drop_queued(task)
+                self._end_probe(task, FailCause.TIMEOUT)
+            elif isinstance(task, LoadTask):
+                self._drop_queued(task)
+                for item in task.items:
+                    # A worker that already has the permit is copying: its answer is a moment away.
+                    if not item.settled and item.read.take_permit():
+                        self._settle_load(item, FailCause.TIMEOUT)
 
     def _drop_queued(self, task: Task) -> None:
         """A task that nobody waits for any more need not start."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,9 @@ class Task(tasks.Task):
     def __init__(self, client: StoreClient) -> None:
         super().__init__()
         self.client = client
-        self.deadline = 0.0
+        self.queued_at = 0.0
+        self.deadline = math.inf
+        """When it is given up, once it was handed over."""
 
 
 @dataclass(slots=True, eq=False)

@@ -118,6 +118,7 @@ class ServerTier(Stores):
         while self._outbox:
             task = self._outbox.popleft()
             self._running.pop(task, None)
+            self._progress = self._now()
             self._apply(task)
             self._publish()
         self._grant()
@@ -147,6 +148,7 @@ class ServerTier(Stores):
             for namespace, ticket in self._purges:
                 self._purge(namespace, ticket)
             self._purges = []
+            self._drop_late()
 
     def _tick(self, now: float) -> None:
         """Do what is due at `now`."""
