@@ -34,7 +34,13 @@ def fio_gbps(file: Path, op: str, io: int, size: int, threads: int, cpus: tuple[
     command = ["fio", "--name=raw", f"--filename={file}", "--ioengine=psync", "--direct=1", "--thread"]
     command += [f"--rw={op}:{skipped}" if skipped else f"--rw={op}", f"--bs={io}", f"--numjobs={threads}"]
     command += [f"--size={size - skipped}", f"--io_size={part}", f"--offset_increment={io}"]
-    command += ["--group_reporting", "--output-format=json", "--allow_file_create=0", "--scramble_buffers=0"]
+    command += [
+        "--group_reporting",
+        "--output-format=json",
+        "--allow_file_create=0",
+        "--scramble_buffers=0",
+        "--iomem=thp",
+    ]
     command += ["--end_fsync=1"] if op == "write" else []
     command += [f"--cpus_allowed={','.join(map(str, cpus))}"] if cpus else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -15,8 +15,11 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from kvstrata.errors import CapacityError, ConfigError, StateError
+from kvstrata.primary.aligned import HUGE_BYTES, ask_for_huge_pages, map_shared
 from kvstrata.primary.limits import RoomReader, read_memory_rooms, tightest
 
+_MOST_REFUSALS = 2
+"""So often huge pages are asked for in vain: where there are none, looking for them takes long."""
 _PIECE_BYTES = 64 * 2**20
 """How much is backed between two looks at the room that is left."""
 
@@ -50,7 +53,7 @@ class _MappedRegion:
         self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         """The footprint: what was asked for, rounded up to whole operating-system pages."""
         self._rooms = rooms
-        self._map: mmap.mmap | None = None
+        self._map: memoryview | None = None
         self._view: memoryview | None = None
 
     def open(self) -> Self:
@@ -81,11 +84,10 @@ class _MappedRegion:
         """
         view, self._view = self._view, None
         mapped, self._map = self._map, None
-        with contextlib.suppress(BufferError):  # somebody holds a part: the mapping goes with its last holder
-            if view is not None:
-                view.release()
-            if mapped is not None:
-                mapped.close()
+        for each in (view, mapped):
+            with contextlib.suppress(BufferError):  # somebody holds a part: the mapping goes with its last holder
+                if each is not None:
+                    each.release()
         self._release()
 
     @property
@@ -103,23 +105,23 @@ class _MappedRegion:
     ) -> None:
         self.close()
 
-    def _acquire(self) -> mmap.mmap:
-        """Map `size` bytes; may raise `OSError`."""
+    def _acquire(self) -> memoryview:
+        """Map `size` bytes, until the view and all that were made of it are gone; may raise `OSError`."""
         raise NotImplementedError
 
     def _release(self) -> None:
         """Give back what `_acquire` took besides the mapping."""
 
-    def _reserve(self, start: int, size: int) -> None:
+    def _reserve(self, mapped: memoryview, start: int, size: int) -> None:
         """Take memory for a piece of the mapping, where touching it would come too late to be refused."""
 
-    def _back(self, mapped: mmap.mmap) -> None:
+    def _back(self, mapped: memoryview) -> None:
         """Back every page, looking at the room that is left between pieces: others take memory meanwhile."""
         for start in range(0, self.size, _PIECE_BYTES):
             end = min(start + _PIECE_BYTES, self.size)
             self._check_room(self.size - start)
-            self._reserve(start, end - start)
-            with memoryview(mapped) as view, view[start : end : mmap.PAGESIZE] as firsts:
+            self._reserve(mapped, start, end - start)
+            with mapped[start : end : mmap.PAGESIZE] as firsts:
                 firsts[:] = bytes(len(firsts))
 
     def _check_room(self, needed: int) -> None:
@@ -134,12 +136,14 @@ class _MappedRegion:
 class AnonymousRegion(_MappedRegion):
     """Private memory of this process; enough where nobody else maps primary."""
 
-    def _acquire(self) -> mmap.mmap:
-        return mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def _acquire(self) -> memoryview:
+        return memoryview(mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class SharedRegion(_MappedRegion):
     """Memory that other processes can map through an inherited descriptor.
+
+    It is made of huge pages as far as the machine has them together, which is what direct calls are fast with.
 
     It has no name in any file system, so nothing is left behind however the process ends; `name` is what the system
     shows of it beside its descriptor.
@@ -149,6 +153,7 @@ class SharedRegion(_MappedRegion):
         super().__init__(size, rooms=rooms)
         self._name = name
         self._file = -1
+        self._refusals = 0  # of huge pages, one after the other
 
     def fileno(self) -> int:
         """The descriptor that another process maps; stays ours to close. Raises `StateError` unless open."""
@@ -156,12 +161,19 @@ class SharedRegion(_MappedRegion):
             raise StateError("primary region is not open")
         return self._file
 
-    def _acquire(self) -> mmap.mmap:
+    def _acquire(self) -> memoryview:
+        self._refusals = 0
         self._file = os.memfd_create(self._name, os.MFD_CLOEXEC)
         os.ftruncate(self._file, self.size)
-        return mmap.mmap(self._file, self.size, flags=mmap.MAP_SHARED)
+        return map_shared(self._file, self.size)
 
-    def _reserve(self, start: int, size: int) -> None:
+    def _reserve(self, mapped: memoryview, start: int, size: int) -> None:
+        if self._refusals < _MOST_REFUSALS:
+            # One page in each is enough for a huge page to take its place: faster than to fill it with small ones.
+            for at in range(start, start + size, HUGE_BYTES):
+                os.pwrite(self._file, b"\0", at)
+            with mapped[start : start + size] as piece:
+                self._refusals = 0 if ask_for_huge_pages(piece) else self._refusals + 1
         os.posix_fallocate(self._file, start, size)
 
     def _release(self) -> None:

@@ -7,7 +7,6 @@ ends, or when the process that started it is gone, whatever its calls are doing.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import sys
@@ -15,17 +14,26 @@ from collections import deque
 
 import msgspec
 
+from kvstrata.primary.aligned import map_shared
+from kvstrata.runtime.clock import SystemClock
 from kvstrata.runtime.executor import ThreadExecutor
+from kvstrata.tiers.disk.calls import CallQueue
 from kvstrata.tiers.disk.io import SystemFiles
 from kvstrata.tiers.disk.lanes import Lanes
-from kvstrata.tiers.disk.process import PIPE_BYTES, Frames, WorkerSpec, frame
-from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget
+from kvstrata.tiers.disk.loop import IoLoop
+from kvstrata.tiers.disk.process import READ_BYTES, Frames, WorkerSpec, frame
+from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, Task
 from kvstrata.tiers.disk.work import Workshop
 
 _LOOK_FOR_PARENT_S = 0.25
 _BURST = 256
 _TOGETHER = 8
 """Answers of one message while more loads wait than there are runners."""
+_HOLD_LOADS_S = 0.002
+_HOLD_STORES_S = 0.010
+"""How long an answer may wait for the next one of its kind: each message wakes two threads of the engine."""
+_BESIDE = 3
+_SPARE_CALLS = 8
 
 
 class _Reporter:
@@ -58,25 +66,126 @@ class _Reporter:
                 while self._waiting:
                     items.append(self._waiting.popleft())
                 if items:
-                    self._send(frame(self._encoder.encode(Answers(items))))
+                    _send(self._pipe, frame(self._encoder.encode(Answers(items))))
             finally:
                 self._turn.append(0)
 
-    def _send(self, message: bytes) -> None:
-        view = memoryview(message)
-        while view:
-            view = view[os.write(self._pipe, view) :]
+
+class _Outbox:
+    """Answers of the loop: one goes at once if no other of its kind is on the way, else with those in a moment."""
+
+    def __init__(self, pipe: int, clock: SystemClock) -> None:
+        self._pipe = pipe
+        self._clock = clock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._held: list[Done] = []
+        self._kinds: set[bool] = set()
+        self._due = 0.0
+
+    def report(self, done: Done, load: bool) -> None:
+        """Called by the loop."""
+        if not self._held or load not in self._kinds:
+            due = self._clock.monotonic() + (_HOLD_LOADS_S if load else _HOLD_STORES_S)
+            self._due = min(self._due, due) if self._held else due
+        self._kinds.add(load)
+        self._held.append(done)
+
+    def flush(self, loop: IoLoop, aside: list[Done]) -> float:
+        """Send what should go now; seconds until the rest should, or until a look at other things is due."""
+        if not self._held and not aside:
+            return _LOOK_FOR_PARENT_S
+        if not aside and all(loop.follow(load=load) for load in self._kinds):
+            rest = self._due - self._clock.monotonic()
+            if rest > 0:
+                return rest
+        _send(self._pipe, frame(self._encoder.encode(Answers(self._held + aside))))
+        self._held = []
+        self._kinds.clear()
+        return _LOOK_FOR_PARENT_S
+
+
+def _send(pipe: int, message: bytes) -> None:
+    view = memoryview(message)
+    while view:
+        view = view[os.write(pipe, view) :]
+
+
+class _Inbox:
+    """Tasks from the job pipe, handed to whoever runs them."""
+
+    def __init__(self, spec: WorkerSpec, runner: Lanes | IoLoop) -> None:
+        self._spec = spec
+        self._runner = runner
+        self._frames, self._decoder = Frames(), msgspec.msgpack.Decoder(Batch)
+
+    def read(self) -> bool:
+        """Take what the pipe has; False if there will be no more."""
+        piece = os.read(self._spec.jobs, READ_BYTES)
+        for message in self._frames.feed(piece):
+            for item in self._decoder.decode(message).items:
+                if isinstance(item, Forget):
+                    self._runner.forget(item.task_ids)
+                else:
+                    self._runner.push(item)
+        return bool(piece)
 
 
 def serve(spec: WorkerSpec) -> None:
     """Run tasks until there will be no more."""
-    region = memoryview(mmap.mmap(spec.region, spec.region_bytes))
-    workshop = Workshop(SystemFiles(), spec.directory, region, direct=spec.direct)
+    files = SystemFiles()
+    region = map_shared(spec.region, spec.region_bytes)
+    queue = files.call_queue(_SPARE_CALLS + spec.width + spec.write_depth) if spec.direct and spec.call_queue else None
+    workshop = Workshop(files, spec.directory, region, direct=spec.direct, alone=queue is not None)
+    if queue is None:
+        _serve_by_threads(spec, workshop)
+    else:
+        _serve_by_queue(spec, workshop, queue)
+
+
+def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, queue: CallQueue) -> None:
+    clock = SystemClock()
+    outbox, beside = _Outbox(spec.answers, clock), ThreadExecutor("disk-io", threads=_BESIDE)
+    finished: deque[Done] = deque()
+
+    def aside(task: Task) -> None:
+        def body() -> None:
+            finished.append(workshop.run(task))
+            os.eventfd_write(queue.handle, 1)
+
+        beside.submit(body)
+
+    loop = IoLoop(workshop, queue, outbox.report, aside, width=spec.width, write_depth=spec.write_depth)
+    inbox = _Inbox(spec, loop)
+    ready = select.epoll()
+    for handle in (spec.jobs, queue.handle):
+        ready.register(handle, select.EPOLLIN)
+    look_at = 0.0
+    rest, more = _LOOK_FOR_PARENT_S, False
+    while True:
+        found = [handle for handle, _ in ready.poll(0 if more else rest)]
+        if queue.handle in found:
+            os.eventfd_read(queue.handle)
+        if spec.jobs in found and not inbox.read():
+            return
+        more = loop.turn()
+        done: list[Done] = []
+        while finished:
+            done.append(finished.popleft())
+        if not more or done:
+            rest = outbox.flush(loop, done)
+        now = clock.monotonic()
+        if now >= look_at:
+            look_at = now + _LOOK_FOR_PARENT_S
+            if os.getppid() != spec.parent:
+                return
+
+
+def _serve_by_threads(spec: WorkerSpec, workshop: Workshop) -> None:
     executor = ThreadExecutor("disk-io", threads=spec.width)
     reporter = _Reporter(spec.answers, spec.width)
     lanes = Lanes(workshop.run, executor, reporter.report, width=spec.width, write_depth=spec.write_depth, burst=_BURST)
     reporter.lanes = lanes
-    frames, decoder = Frames(), msgspec.msgpack.Decoder(Batch)
+    inbox = _Inbox(spec, lanes)
     while True:
         reporter.flush()  # a device that hangs must not keep the answers of others
         readable, _, _ = select.select([spec.jobs], [], [], _LOOK_FOR_PARENT_S)
@@ -84,15 +193,8 @@ def serve(spec: WorkerSpec) -> None:
             if os.getppid() != spec.parent:
                 return
             continue
-        piece = os.read(spec.jobs, PIPE_BYTES)
-        if not piece:
+        if not inbox.read():
             return
-        for message in frames.feed(piece):
-            for item in decoder.decode(message).items:
-                if isinstance(item, Forget):
-                    lanes.forget(item.task_ids)
-                else:
-                    lanes.push(item)
         lanes.start()
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstrata.tiers.disk.calls import CallQueue
 from kvstrata.tiers.disk.io import Files, FileStat, address_of
 
 SECTOR = 512
@@ -328,6 +329,10 @@ class SimFiles:
     def pause(self) -> None:
         """Nothing runs beside a simulated process."""
 
+    def call_queue(self, depth: int) -> CallQueue | None:
+        """See `Files`: none, calls are carried out on the spot."""
+        return None
+
 
 @dataclass
 class Fault:
@@ -466,3 +471,7 @@ class FaultyFiles:
     def pause(self) -> None:
         """See `Files`."""
         self.inner.pause()
+
+    def call_queue(self, depth: int) -> CallQueue | None:
+        """See `Files`: none, so that every call passes here."""
+        return None

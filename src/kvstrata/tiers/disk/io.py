@@ -18,7 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
+from kvstrata.tiers.disk.calls import Call, CallQueue, Memory
 from kvstrata.tiers.disk.format import BLOCK
+from kvstrata.tiers.disk.kernel_queue import open_kernel_queue
 from kvstrata.types import FailCause
 
 FILE_MODE = 0o600
@@ -110,6 +112,10 @@ class Files(Protocol):
 
     def pause(self) -> None:
         """Let another thread go on for a moment."""
+        ...
+
+    def call_queue(self, depth: int) -> CallQueue | None:
+        """A queue for `depth` calls at once; None where there is no such thing."""
         ...
 
 
@@ -221,6 +227,10 @@ class SystemFiles:
         """See `Files`."""
         select.select([], [], [], 0.0005)
 
+    def call_queue(self, depth: int) -> CallQueue | None:
+        """See `Files`: the kernel's own."""
+        return open_kernel_queue(depth)
+
 
 def cause_of(error: OSError) -> FailCause:
     """The cause that a failed file call counts as."""
@@ -239,6 +249,16 @@ def aligned_buffer(size: int, unit: int = BLOCK) -> memoryview:
 def address_of(region: memoryview) -> int:
     """Where the memory of a buffer begins."""
     return int(np.frombuffer(region, np.uint8).ctypes.data) if len(region) else 0
+
+
+def memory_of(view: memoryview) -> Memory:
+    """The memory of a buffer."""
+    return Memory(view, address_of(view))
+
+
+def aligned_memory(size: int) -> Memory:
+    """The same as `aligned_buffer`, with its address."""
+    return memory_of(aligned_buffer(size))
 
 
 def write_all(files: Files, handle: int, buffers: Sequence[memoryview], offset: int) -> None:
@@ -276,3 +296,17 @@ def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
     if count and rest:
         rest[0] = rest[0][count:]
     return rest
+
+
+def perform(files: Files, call: Call, piece: int) -> int:
+    """Carry out a call on the spot, at most `piece` bytes at a time; returns the bytes that were read or written."""
+    for begin in range(0, call.size, piece):
+        size = min(piece, call.size - begin)
+        buffers = call.buffers(begin, size)
+        if call.write:
+            write_all(files, call.handle, buffers, call.offset + begin)
+        else:
+            got = read_all(files, call.handle, buffers, call.offset + begin)
+            if got < size:
+                return begin + got
+    return call.size

@@ -34,6 +34,8 @@ WORKER_MODULE = "kvstrata.runtime.disk_worker"
 PIPE_BYTES = 1 << 20
 MOST_MESSAGE_BYTES = 256 << 20
 """No message is longer; a length above it is damage."""
+READ_BYTES = 1 << 16
+"""Larger reads take fresh memory from the system for each."""
 _TOGETHER = 16
 """Most loads that are held back to go in one message."""
 _LISTEN_S = 0.25
@@ -52,6 +54,7 @@ class ProcessSettings:
     write_depth: int
     pin_cpus: tuple[int, ...]
     direct: bool
+    call_queue: bool
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -66,6 +69,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     width: int
     write_depth: int
     direct: bool
+    call_queue: bool
     pin_cpus: list[int]
 
 
@@ -142,7 +146,7 @@ class _Child:
             readable, _, _ = select.select([self.answers], [], [], _LISTEN_S)
             if not readable:
                 break
-            piece = os.read(self.answers, PIPE_BYTES)
+            piece = os.read(self.answers, READ_BYTES)
             if piece:
                 self._arrived.append(piece)
             else:
@@ -206,6 +210,7 @@ class ProcessWorkers:
             width=settings.width,
             write_depth=settings.write_depth,
             direct=settings.direct,
+            call_queue=settings.call_queue,
             pin_cpus=list(settings.pin_cpus),
         )
         self._inherited = (region_fd, directory, lock)

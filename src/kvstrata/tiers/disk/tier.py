@@ -86,7 +86,8 @@ class DiskTier:
     default what the directory has already, else a 32nd of the limit, and room for `largest_chunk` in any case.
     `min_free`: bytes that stay free on the device; no segment is created below. `io_process`: None uses a process of
     its own if primary is a shared region, else threads of the context's executor. `width`: calls in flight;
-    `write_depth`: how many of them may be stores while no load waits. `hot_share`: how much of a reclaimed segment is
+    `write_depth`: how many of them may be stores while no load waits. `call_queue`: the I/O process keeps its calls in
+    the kernel's queue where there is one, else in threads. `hot_share`: how much of a reclaimed segment is
     written again at most. `verify=False` is for tests only: it switches off the check of payload digests, to show that
     damage would be seen without it.
     """
@@ -112,6 +113,7 @@ class DiskTier:
         hot_share: float = 0.5,
         checkpoint_segments: int = 16,
         verify: bool = True,
+        call_queue: bool = True,
         files: Files | None = None,
     ) -> None:
         self.name = name
@@ -125,6 +127,7 @@ class DiskTier:
         self._pin_cpus = tuple(pin_cpus)
         self._width = width
         self._write_depth = write_depth
+        self._call_queue = call_queue
         self._settings = VolumeSettings(verify, min_free, queue_bytes, hot_share, checkpoint_segments)
         self._files: Files = files if files is not None else SystemFiles()
         self._state = TierState.CLOSED
@@ -222,7 +225,9 @@ class DiskTier:
         if wanted is None:
             wanted = context.region_fd is not None and isinstance(self._files, SystemFiles)
         if wanted and context.region_fd is not None:
-            settings = ProcessSettings(self._width, self._write_depth, self._pin_cpus, acquired.direct)
+            settings = ProcessSettings(
+                self._width, self._write_depth, self._pin_cpus, acquired.direct, self._call_queue
+            )
             return ProcessWorkers(context, acquired.directory, acquired.lock, context.region_fd, settings)
         return LocalWorkers(
             workshop.run, context.executor, context.wake, width=self._width, write_depth=self._write_depth

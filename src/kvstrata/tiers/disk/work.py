@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from collections.abc import Callable, Generator
+from typing import TypeAlias
 
 import xxhash
 
+from kvstrata.tiers.disk.calls import Call, Memory
 from kvstrata.tiers.disk.format import (
     BLOCK,
     SECTOR,
@@ -20,7 +23,16 @@ from kvstrata.tiers.disk.format import (
     pack_batch,
     payload_digest,
 )
-from kvstrata.tiers.disk.io import Files, address_of, aligned_buffer, cause_of, read_all, write_all
+from kvstrata.tiers.disk.io import (
+    Files,
+    aligned_buffer,
+    aligned_memory,
+    cause_of,
+    memory_of,
+    perform,
+    read_all,
+    write_all,
+)
 from kvstrata.tiers.disk.tasks import Done, MoveBatch, Prepare, ReadUnit, SelfTest, Sync, Task, WriteBatch
 from kvstrata.types import DIGEST_BYTES, FailCause
 
@@ -34,6 +46,12 @@ SCRATCH_NAME = "selftest.tmp"
 NOT_THERE = "not_there"
 """Said of a segment that could not be created: no file of it is left."""
 
+Steps: TypeAlias = Generator[Call, int, Done]
+"""A task under way: yields its calls, is answered with the bytes of each, returns its answer."""
+
+Failures: TypeAlias = list[tuple[int, str]]
+_Read: TypeAlias = Callable[[ReadUnit, int, int], Generator[Call, int, Failures]]
+
 
 def segment_name(number: int) -> str:
     """The file of a segment."""
@@ -41,37 +59,59 @@ def segment_name(number: int) -> str:
 
 
 class Workshop:
-    """Runs tasks against one directory and one primary."""
+    """Runs tasks against one directory and one primary.
 
-    def __init__(self, files: Files, directory: int, region: memoryview, *, direct: bool) -> None:
+    `steps` says what a task does between its calls, and whoever drives it carries the calls out: `run` on the spot,
+    `loop.IoLoop` many at once.
+    """
+
+    def __init__(self, files: Files, directory: int, region: memoryview, *, direct: bool, alone: bool = False) -> None:
+        """`alone`: no other thread waits for the interpreter while this one hashes."""
+        self._digest: Callable[[memoryview], bytes] = xxhash.xxh3_128_digest if alone else payload_digest
         self._files = files
         self._directory = directory
         self._region = region
-        self._address = address_of(region)
+        self._memory = memory_of(region)
         self._direct = direct
         self._handles: dict[int, int] = {}
         self._retired: list[int] = []
 
     def run(self, task: Task) -> Done:
         """Do it; whatever goes wrong is in the answer."""
+        steps = self.steps(task)
+        try:
+            call = next(steps)
+            while True:
+                try:
+                    got = perform(self._files, call, UNIT_BYTES + BLOCK)
+                except OSError as error:
+                    call = steps.throw(error)
+                else:
+                    call = steps.send(got)
+        except StopIteration as end:
+            done: Done = end.value
+            return done
+        except Exception as error:  # of the call itself
+            return _failed(task, error)
+
+    def steps(self, task: Task) -> Steps:
+        """The calls of a task, one after the other; each is answered with its bytes, or with its `OSError` thrown."""
         try:
             match task:
                 case ReadUnit():
-                    return self._read(task)
+                    return (yield from self._read(task))
                 case WriteBatch():
-                    return self._write(task)
+                    return (yield from self._write(task))
                 case MoveBatch():
-                    return self._move(task)
+                    return (yield from self._move(task))
                 case Prepare():
                     return self._prepare(task)
                 case Sync():
                     return self._sync(task)
                 case SelfTest():
                     return self._self_test(task)
-        except OSError as error:
-            return Done(task.task_id, cause_of(error), f"{type(task).__name__}: {error}")
         except Exception as error:  # a worker survives any error
-            return Done(task.task_id, FailCause.IO_ERROR, f"{type(task).__name__}: {type(error).__name__}: {error}")
+            return _failed(task, error)
 
     def close(self) -> None:
         """Release the files."""
@@ -94,143 +134,120 @@ class Workshop:
 
     # stores
 
-    def _write(self, task: WriteBatch) -> Done:
+    def _write(self, task: WriteBatch) -> Steps:
         digests = task.digests
-        region = self._region
         if not digests and task.kind == BatchKind.RECORDS:
-            digests = b"".join(
-                [payload_digest(region[at : at + length]) for at, length in zip(task.memory, task.lengths, strict=True)]
-            )
-        header = aligned_buffer(BLOCK)
-        header[:] = _header_block(task, digests)
-        parts = [header]
-        if task.kind != BatchKind.RECORDS:
-            pass
-        elif task.straight:
-            for at, size in _runs(task.memory, task.lengths):
-                parts.append(region[at : at + size])
+            digests = self._digests(task.memory, task.lengths)
+        header = _header_block(task, digests)
+        if task.kind == BatchKind.RECORDS and not task.straight:
+            memory = self._assemble(task, header)
+            parts, size = [(memory, 0, task.span)], task.span
         else:
-            parts = [self._assemble(task, header)]
-        self._write_parts(self._handle(task.segment), parts, task.start)
+            memory = aligned_memory(BLOCK)
+            memory.view[:] = header
+            parts, size = [(memory, 0, BLOCK)], BLOCK
+            if task.kind == BatchKind.RECORDS:
+                parts += [(self._memory, at, length) for at, length in runs(task.memory, task.lengths)]
+                size += sum(task.lengths)
+        yield Call(self._handle(task.segment), True, parts, task.start, size)
         return Done(task.task_id, digests=b"" if task.digests else digests)
 
-    def _assemble(self, task: WriteBatch, header: memoryview) -> memoryview:
-        bounce = aligned_buffer(task.span)
+    def _digests(self, memory: list[int], lengths: list[int]) -> bytes:
+        region, digest = self._region, self._digest
+        return b"".join([digest(region[at : at + size]) for at, size in zip(memory, lengths, strict=True)])
+
+    def _assemble(self, task: WriteBatch, header: bytes) -> Memory:
+        memory = aligned_memory(task.span)
+        bounce = memory.view
         bounce[:BLOCK] = header
         for place, at, length in zip(task.places, task.memory, task.lengths, strict=True):
             bounce[place - task.start : place - task.start + length] = self._region[at : at + length]
-        return bounce
-
-    def _write_parts(self, handle: int, parts: list[memoryview], start: int) -> None:
-        for group, size in _units(parts):
-            write_all(self._files, handle, group, start)
-            start += size
+        return memory
 
     # loads
 
-    def _read(self, task: ReadUnit) -> Done:
-        if len(task.places) == 1 and task.straight and task.lengths[0] <= UNIT_BYTES:
-            return self._read_one(task)
-        failed = self._read_unit(task, range(len(task.places)))
-        if failed and len(task.places) > 1 and all(cause == FailCause.IO_ERROR for _, cause in failed):
-            # One bad sector fails the whole call: find out which records it really concerns.
-            failed = [
-                each for index in range(len(task.places)) for each in self._read_unit(task, range(index, index + 1))
-            ]
-        return Done(task.task_id, failed=[(index, str(cause)) for index, cause in failed])
-
-    def _read_one(self, task: ReadUnit) -> Done:
-        at, length = task.memory[0], task.lengths[0]
-        piece = self._region[at : at + length]
+    def _read(self, task: ReadUnit) -> Steps:
+        count = len(task.places)
+        read = self._read_straight if task.straight else self._read_bounced
         try:
-            got = read_all(self._files, self._handle(task.segment), [piece], task.places[0])
+            failed = yield from read(task, 0, count)
         except OSError as error:
-            return Done(task.task_id, failed=[(0, str(cause_of(error)))])
-        if got < length:
-            return Done(task.task_id, failed=[(0, str(FailCause.WRONG_SIZE))])
-        if task.verify and payload_digest(piece) != task.digests:
-            return Done(task.task_id, failed=[(0, str(FailCause.CORRUPT))])
-        return Done(task.task_id)
+            failed = [(index, str(cause_of(error))) for index in range(count)]
+            if count > 1 and cause_of(error) is FailCause.IO_ERROR:
+                # One bad sector fails the whole call: find out which records it really concerns.
+                failed = yield from self._read_each(task, read)
+        return Done(task.task_id, failed=failed) if failed else Done(task.task_id)
 
-    def _read_unit(self, task: ReadUnit, which: range) -> list[tuple[int, FailCause]]:
-        try:
-            if task.straight:
-                return self._read_straight(task, which)
-            return self._read_bounced(task, which)
-        except OSError as error:
-            return [(index, cause_of(error)) for index in which]
-
-    def _read_straight(self, task: ReadUnit, which: range) -> list[tuple[int, FailCause]]:
-        handle = self._handle(task.segment)
-        start, region = task.places[which[0]], self._region
-        if len(which) == 1 and task.lengths[which[0]] > UNIT_BYTES:
-            return self._read_large(task, which[0], handle)
-        memory, lengths = task.memory[which.start : which.stop], task.lengths[which.start : which.stop]
-        parts = [region[at : at + size] for at, size in _runs(memory, lengths)]
-        got = read_all(self._files, handle, parts, start)
-        failed = []
-        for index in which:
-            at, length = task.memory[index], task.lengths[index]
-            if task.places[index] + length > start + got:
-                failed.append((index, FailCause.WRONG_SIZE))
-            elif task.verify and payload_digest(region[at : at + length]) != _digest(task, index):
-                failed.append((index, FailCause.CORRUPT))
+    def _read_each(self, task: ReadUnit, read: _Read) -> Generator[Call, int, Failures]:
+        failed: Failures = []
+        for index in range(len(task.places)):
+            try:
+                failed += yield from read(task, index, index + 1)
+            except OSError as error:
+                failed.append((index, str(cause_of(error))))
         return failed
 
-    def _read_large(self, task: ReadUnit, index: int, handle: int) -> list[tuple[int, FailCause]]:
-        # Hash each piece while it is still in the cache.
-        at, length, place = task.memory[index], task.lengths[index], task.places[index]
-        state = xxhash.xxh3_128()
-        for done in range(0, length, UNIT_BYTES):
-            piece = self._region[at + done : at + min(done + UNIT_BYTES, length)]
-            if read_all(self._files, handle, [piece], place + done) < len(piece):
-                return [(index, FailCause.WRONG_SIZE)]
-            if task.verify:
-                state.update(piece)
-        if task.verify and state.digest() != _digest(task, index):
-            return [(index, FailCause.CORRUPT)]
-        return []
+    def _read_straight(self, task: ReadUnit, begin: int, end: int) -> Generator[Call, int, Failures]:
+        places, memory, lengths = task.places, task.memory, task.lengths
+        start, region = places[begin], self._region
+        parts = [(self._memory, at, size) for at, size in runs(memory[begin:end], lengths[begin:end])]
+        end_place = places[end - 1] + lengths[end - 1]
+        limit = start + (yield Call(self._handle(task.segment), False, parts, start, end_place - start))
+        if limit >= end_place and task.verify:
+            wanted = (
+                task.digests if end - begin == len(places) else task.digests[begin * DIGEST_BYTES : end * DIGEST_BYTES]
+            )
+            if self._digests(memory[begin:end], lengths[begin:end]) == wanted:
+                return []
+        failed: Failures = []
+        for index in range(begin, end):
+            at, length = memory[index], lengths[index]
+            if places[index] + length > limit:
+                failed.append((index, str(FailCause.WRONG_SIZE)))
+            elif task.verify and payload_digest(region[at : at + length]) != _digest(task, index):
+                failed.append((index, str(FailCause.CORRUPT)))
+        return failed
 
-    def _read_bounced(self, task: ReadUnit, which: range) -> list[tuple[int, FailCause]]:
+    def _read_bounced(self, task: ReadUnit, begin: int, end: int) -> Generator[Call, int, Failures]:
         places, lengths = task.places, task.lengths
-        start = places[which[0]] // SECTOR * SECTOR
-        end = align_up(max(places[i] + lengths[i] for i in which), SECTOR)
-        bounce = aligned_buffer(end - start)
-        got = read_all(self._files, self._handle(task.segment), [bounce], start)
-        failed = []
-        for index in which:
-            at, length, begin = task.memory[index], lengths[index], places[index] - start
-            piece = bounce[begin : begin + length]
-            if begin + length > got:
-                failed.append((index, FailCause.WRONG_SIZE))
+        start = places[begin] // SECTOR * SECTOR
+        size = align_up(max(places[i] + lengths[i] for i in range(begin, end)), SECTOR) - start
+        memory = aligned_memory(size)
+        got = yield Call(self._handle(task.segment), False, [(memory, 0, size)], start, size)
+        failed: Failures = []
+        for index in range(begin, end):
+            at, length, first = task.memory[index], lengths[index], places[index] - start
+            piece = memory.view[first : first + length]
+            if first + length > got:
+                failed.append((index, str(FailCause.WRONG_SIZE)))
             elif task.verify and payload_digest(piece) != _digest(task, index):
-                failed.append((index, FailCause.CORRUPT))
+                failed.append((index, str(FailCause.CORRUPT)))
             else:
                 self._region[at : at + length] = piece
         return failed
 
     # space
 
-    def _move(self, task: MoveBatch) -> Done:
+    def _move(self, task: MoveBatch) -> Steps:
         batch = task.batch
-        bounce = aligned_buffer(batch.span)
+        moved = aligned_memory(batch.span)
         handle = self._handle(task.source)
-        kept = []
+        bad: Failures = []
         for index, (source, place, length) in enumerate(
             zip(task.source_places, batch.places, batch.lengths, strict=True)
         ):
             start = source // SECTOR * SECTOR
-            raw = aligned_buffer(align_up(source + length, SECTOR) - start)
-            got = read_all(self._files, handle, [raw], start)
-            piece = raw[source - start : source - start + length]
-            good = got >= source - start + length and payload_digest(piece) == _digest(batch, index)
-            kept.append(good)
-            if good:
-                bounce[place - batch.start : place - batch.start + length] = piece
-        # A record that is bad already at its old place stays bad at the new one: its digest does not fit.
-        bounce[:BLOCK] = _header_block(batch, batch.digests)
-        self._write_parts(self._handle(batch.segment), [bounce], batch.start)
-        return Done(task.task_id, failed=[(i, str(FailCause.CORRUPT)) for i, good in enumerate(kept) if not good])
+            size = align_up(source + length, SECTOR) - start
+            raw = aligned_memory(size)
+            got = yield Call(handle, False, [(raw, 0, size)], start, size)
+            piece = raw.view[source - start : source - start + length]
+            if got >= source - start + length and payload_digest(piece) == _digest(batch, index):
+                moved.view[place - batch.start : place - batch.start + length] = piece
+            else:  # a record that is bad at its old place stays bad at the new one: its digest does not fit
+                bad.append((index, str(FailCause.CORRUPT)))
+        moved.view[:BLOCK] = _header_block(batch, batch.digests)
+        yield Call(self._handle(batch.segment), True, [(moved, 0, batch.span)], batch.start, batch.span)
+        return Done(task.task_id, failed=bad)
 
     def _prepare(self, task: Prepare) -> Done:
         try:
@@ -292,6 +309,12 @@ class Workshop:
         return Done(task.task_id)
 
 
+def _failed(task: Task, error: Exception) -> Done:
+    if isinstance(error, OSError):
+        return Done(task.task_id, cause_of(error), f"{type(task).__name__}: {error}")
+    return Done(task.task_id, FailCause.IO_ERROR, f"{type(task).__name__}: {type(error).__name__}: {error}")
+
+
 def _digest(task: ReadUnit | WriteBatch, index: int) -> bytes:
     return task.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
@@ -303,7 +326,7 @@ def _header_block(task: WriteBatch, digests: bytes) -> bytes:
     return pack_batch(kind, realm, task.segment_id, task.seq, task.start, task.span, task.wall_us, records)
 
 
-def _runs(memory: list[int], lengths: list[int]) -> list[tuple[int, int]]:
+def runs(memory: list[int], lengths: list[int]) -> list[tuple[int, int]]:
     """Ranges of primary, neighbours joined."""
     runs: list[tuple[int, int]] = []
     start, end = memory[0], memory[0]
@@ -314,26 +337,3 @@ def _runs(memory: list[int], lengths: list[int]) -> list[tuple[int, int]]:
         end = at + length
     runs.append((start, end - start))
     return runs
-
-
-def _units(parts: list[memoryview]) -> list[tuple[list[memoryview], int]]:
-    """The parts, cut and grouped into calls of about `UNIT_BYTES`."""
-    total = sum(map(len, parts))
-    if total <= UNIT_BYTES + BLOCK:
-        return [(parts, total)]
-    units: list[tuple[list[memoryview], int]] = []
-    group: list[memoryview] = []
-    size = 0
-    for part in parts:
-        rest = part
-        while len(rest):
-            take = min(len(rest), UNIT_BYTES + BLOCK - size)
-            group.append(rest[:take])
-            size += take
-            rest = rest[take:]
-            if size == UNIT_BYTES + BLOCK:
-                units.append((group, size))
-                group, size = [], 0
-    if group:
-        units.append((group, size))
-    return units

@@ -1,0 +1,207 @@
+"""One thread that keeps many calls at the disk: tasks begin, calls end, and what a task does between runs here.
+
+Loads go before stores. While a load waits or is at the disk, one store call may be there too, and a short one, so that
+a load never waits for more than that; every `_GROW_BYTES` that are stored with no load about allow one more, up to the
+write depth. So of loads that come one by one the next does not find the disk full of writes.
+
+Segments are prepared, and made durable, aside: those calls wait for the device.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvstrata.tiers.disk.calls import Call, CallQueue
+from kvstrata.tiers.disk.format import BLOCK, SECTOR
+from kvstrata.tiers.disk.tasks import Done, Prepare, ReadUnit, SelfTest, Sync, Task
+from kvstrata.tiers.disk.work import UNIT_BYTES, Steps, Workshop
+from kvstrata.types import FailCause
+
+_PIECE_BYTES = UNIT_BYTES + BLOCK
+_SMALL_BYTES = 1 << 18
+"""Most bytes of one store call while loads are about."""
+_GROW_BYTES = 1 << 20
+_READY_BYTES = 4 << 20
+"""Stores are made ready ahead of their turn up to this much, so that the disk never waits for their digests."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A task under way. `begun`: bytes of its call that were handed over; `got`: bytes of it that are there."""
+
+    task_id: int
+    steps: Steps
+    lane: _Lane
+    call: Call
+    begun: int = 0
+    got: int = 0
+    out: int = 0
+    error: OSError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Loads, or stores: tasks that have not begun, calls that are not handed over, their bytes, calls at the disk."""
+
+    waiting: deque[Task] = field(default_factory=deque)
+    open: deque[_Flight] = field(default_factory=deque)
+    ready: int = 0
+    out: int = 0
+
+
+class IoLoop:
+    """Runs tasks over a queue of calls. `report` is given each answer and whether it is that of a load; `aside` has
+    tasks that wait for the device run elsewhere.
+
+    At most `width` loads and `write_depth` stores are at the disk at once. One thread calls everything.
+    """
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        queue: CallQueue,
+        report: Callable[[Done, bool], None],
+        aside: Callable[[Task], None],
+        *,
+        width: int,
+        write_depth: int,
+    ) -> None:
+        self._workshop = workshop
+        self._queue = queue
+        self._report = report
+        self._aside = aside
+        self._width = width
+        self._write_depth = write_depth
+        self._reads = _Lane()
+        self._writes = _Lane()
+        self._allowed = write_depth
+        self._stored = 0  # bytes since a store call more was allowed
+        self._pieces: dict[int, tuple[_Flight, int, int]] = {}
+        self._next_tag = 0
+        self._forgotten: set[int] = set()
+        self._due: deque[_Flight] = deque()  # whose call has ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task is under way or waits for its turn."""
+        return self.follow(load=True) or self.follow(load=False)
+
+    def follow(self, *, load: bool) -> bool:
+        """Whether loads, or stores, are still under way, so that more answers of that kind follow soon."""
+        lane = self._reads if load else self._writes
+        return bool(lane.out or lane.waiting or lane.open) or any(flight.lane is lane for flight in self._due)
+
+    def push(self, task: Task) -> None:
+        """Queue a task; `turn` must follow."""
+        if isinstance(task, ReadUnit):
+            self._reads.waiting.append(task)
+            self._allowed, self._stored = 1, 0
+        elif isinstance(task, Prepare | Sync | SelfTest):
+            self._aside(task)
+        else:
+            self._writes.waiting.append(task)
+
+    def forget(self, task_ids: Iterable[int]) -> None:
+        """Do not start these any more; each is still reported once, as cancelled."""
+        self._forgotten.update(task_ids)
+
+    def turn(self) -> bool:
+        """Keep the disk busy, then let one task go on; whether there is more to do at once. Does not wait."""
+        for tag, result in self._queue.take():
+            flight, begin, size = self._pieces.pop(tag)
+            flight.out -= 1
+            flight.lane.out -= 1
+            self._ended(flight, begin, size, result)
+            if not flight.out and (flight.begun >= flight.call.size or flight.error is not None):
+                self._due.append(flight)
+        self._hand_over()
+        if self._due:
+            self._go_on(self._due.popleft())
+            return True
+        return self._begin(self._reads) or self._begin(self._writes)
+
+    # calls that end
+
+    def _ended(self, flight: _Flight, begin: int, size: int, result: int) -> None:
+        write = flight.call.write
+        if result < 0:
+            flight.error = OSError(-result, "")
+        elif result == size or (not write and (not result or result % SECTOR)):
+            flight.got += result  # all of it, or the file ends here
+        elif not result:
+            flight.error = OSError(errno.ENOSPC, "a write was not taken")
+        else:  # it came back short: the rest is another call
+            flight.got += result
+            self._push(flight, begin + result, size - result)
+            self._queue.submit()
+        if write and not self.follow(load=True) and self._allowed < self._write_depth:
+            self._stored += size
+            if self._stored >= _GROW_BYTES:
+                self._allowed, self._stored = self._allowed + 1, 0
+
+    def _go_on(self, flight: _Flight) -> None:
+        """All of a call has ended: the task goes on."""
+        if flight.begun < flight.call.size:  # it failed before all of it was handed over
+            flight.lane.open.remove(flight)
+            flight.lane.ready -= flight.call.size - flight.begun
+        error, flight.error = flight.error, None
+        try:
+            flight.call = flight.steps.send(flight.got) if error is None else flight.steps.throw(error)
+        except StopIteration as end:
+            self._report(end.value, flight.lane is self._reads)
+            return
+        flight.begun = flight.got = 0
+        self._open(flight)
+
+    # calls that begin
+
+    def _hand_over(self) -> None:
+        """Fill the disk up with what may go."""
+        moved = self._submit(self._reads, self._width, _PIECE_BYTES)
+        depth = 1 if self.follow(load=True) else self._allowed
+        moved |= self._submit(self._writes, depth, _PIECE_BYTES if depth == self._write_depth else _SMALL_BYTES)
+        if moved:
+            self._queue.submit()
+
+    def _submit(self, lane: _Lane, depth: int, piece: int) -> bool:
+        moved = False
+        while lane.open and lane.out < depth:
+            flight = lane.open[0]
+            size = min(piece, flight.call.size - flight.begun)
+            self._push(flight, flight.begun, size)
+            flight.begun += size
+            lane.ready -= size
+            if flight.begun >= flight.call.size:
+                lane.open.popleft()
+            moved = True
+        return moved
+
+    def _push(self, flight: _Flight, begin: int, size: int) -> None:
+        self._next_tag += 1
+        self._pieces[self._next_tag] = (flight, begin, size)
+        flight.out += 1
+        flight.lane.out += 1
+        self._queue.push(self._next_tag, flight.call, begin, size)
+
+    def _begin(self, lane: _Lane) -> bool:
+        if not lane.waiting or lane.ready >= _READY_BYTES:
+            return False
+        task = lane.waiting.popleft()
+        load = lane is self._reads
+        if task.task_id in self._forgotten:
+            self._forgotten.discard(task.task_id)
+            self._report(Done(task.task_id, FailCause.CANCELLED), load)
+            return True
+        steps = self._workshop.steps(task)
+        try:
+            self._open(_Flight(task.task_id, steps, lane, next(steps)))
+        except StopIteration as end:
+            self._report(end.value, load)
+        return True
+
+    def _open(self, flight: _Flight) -> None:
+        flight.lane.open.append(flight)
+        flight.lane.ready += flight.call.size

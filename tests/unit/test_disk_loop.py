@@ -1,0 +1,299 @@
+"""The loop that keeps calls at the disk: who goes first, how deep, and what becomes of calls that end badly."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstrata.testing.simfs import SimDisk, SimFiles
+from kvstrata.tiers.disk.calls import Call
+from kvstrata.tiers.disk.format import BatchKind, payload_digest
+from kvstrata.tiers.disk.io import SystemFiles, aligned_buffer, memory_of
+from kvstrata.tiers.disk.kernel_queue import KernelQueue, open_kernel_queue
+from kvstrata.tiers.disk.loop import IoLoop
+from kvstrata.tiers.disk.tasks import Done, Prepare, ReadUnit, Sync, Task, WriteBatch
+from kvstrata.tiers.disk.work import Workshop, segment_name
+from kvstrata.types import FailCause
+
+MIB = 1 << 20
+SIZE = 8 * MIB
+
+
+class ScriptedQueue:
+    """Calls are carried out on a simulated file when the test says so, in the order that it says."""
+
+    handle = -1
+
+    def __init__(self, files: SimFiles) -> None:
+        self.files = files
+        self.pushed: list[tuple[int, Call, int, int]] = []
+        self.at_disk: list[tuple[int, Call, int, int]] = []
+        self.ended: list[tuple[int, int]] = []
+
+    def push(self, tag: int, call: Call, begin: int, size: int) -> None:
+        self.pushed.append((tag, call, begin, size))
+
+    def submit(self) -> None:
+        self.at_disk += self.pushed
+        self.pushed.clear()
+
+    def take(self) -> list[tuple[int, int]]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def end(self, which: int = 0, *, result: int | None = None) -> None:
+        """One call at the disk ends: as it should, or with `result` (which moves that many bytes)."""
+        tag, call, begin, size = self.at_disk.pop(which)
+        take = size if result is None else max(result, 0)
+        if take:
+            move = self.files.pwritev if call.write else self.files.preadv
+            take = move(call.handle, call.buffers(begin, take), call.offset + begin)
+        self.ended.append((tag, take if result is None or result >= 0 else result))
+
+
+class Rig:
+    def __init__(self, *, width: int = 8, write_depth: int = 4) -> None:
+        self.files = SimFiles(SimDisk())
+        directory = self.files.open_directory("/tier", create=True)
+        handle = self.files.open(directory, segment_name(0), write=True, create=True)
+        self.files.allocate(handle, 2 * SIZE)
+        self.region = aligned_buffer(2 * SIZE)
+        self.region[:SIZE] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8).data
+        self.queue = ScriptedQueue(self.files)
+        self.answers: list[Done] = []
+        self.aside: list[Task] = []
+        workshop = Workshop(self.files, directory, self.region, direct=False, alone=True)
+        self.loop = IoLoop(
+            workshop, self.queue, lambda done, load: self.answers.append(done), self.aside.append,
+            width=width, write_depth=write_depth,
+        )  # fmt: skip
+
+    def turn(self) -> None:
+        while self.loop.turn():
+            pass
+
+    def write(self, number: int, size: int = MIB - 4096) -> WriteBatch:
+        start = 4096 + number * MIB
+        return WriteBatch(
+            number, 0, bytes(16), 1, start, size + 4096, int(BatchKind.RECORDS), bytes(16), 1, 0, bytes([number]) * 36,
+            [start + 4096], [size], [number * MIB], b"", True,
+        )  # fmt: skip
+
+    def read(self, number: int, source: int = 0, size: int = MIB - 4096) -> ReadUnit:
+        digest = payload_digest(self.region[source * MIB : source * MIB + size])
+        return ReadUnit(number, 0, [8192 + source * MIB], [size], [SIZE + source * MIB], digest, True, True)
+
+    def store(self, *numbers: int) -> None:
+        for number in numbers:
+            self.loop.push(self.write(number))
+        self.finish()
+        self.answers.clear()
+
+    def finish(self) -> None:
+        self.turn()
+        while self.queue.at_disk:
+            self.queue.end()
+            self.turn()
+
+    def kinds(self) -> list[bool]:
+        return [call.write for _, call, _, _ in self.queue.at_disk]
+
+
+def test_what_was_stored_comes_back_in_whatever_order_calls_end() -> None:
+    rig = Rig()
+    for number in range(4):
+        rig.loop.push(rig.write(number))
+    rig.turn()
+    while rig.queue.at_disk:
+        rig.queue.end(-1)
+        rig.turn()
+    assert sorted(done.task_id for done in rig.answers) == [0, 1, 2, 3]
+    assert all(not done.cause and len(done.digests) == 16 for done in rig.answers)
+    rig.answers.clear()
+    for number in range(4):
+        rig.loop.push(rig.read(10 + number, number))
+    rig.finish()
+    assert [(done.cause, done.failed) for done in rig.answers] == [("", [])] * 4
+    for number in range(4):
+        part = slice(number * MIB, (number + 1) * MIB - 4096)
+        assert rig.region[SIZE:][part] == rig.region[:SIZE][part]
+    assert not rig.loop.busy
+
+
+def test_loads_go_first_and_one_small_store_call_beside_them() -> None:
+    rig = Rig(width=2)
+    rig.store(0)
+    for number in range(1, 4):
+        rig.loop.push(rig.write(number))
+    for number in range(5):
+        rig.loop.push(rig.read(10 + number))
+    rig.turn()
+    assert rig.kinds() == [False, False, True]
+    assert rig.queue.at_disk[-1][3] <= MIB // 4
+    while any(not write for write in rig.kinds()):
+        assert sum(rig.kinds()) <= 1
+        rig.queue.end()
+        rig.turn()
+    rig.finish()
+    assert sorted(done.task_id for done in rig.answers) == [1, 2, 3, 10, 11, 12, 13, 14]
+    assert not any(done.cause or done.failed for done in rig.answers)
+
+
+def test_stores_find_back_to_their_depth_with_what_they_store_after_a_load() -> None:
+    rig = Rig(write_depth=4)
+    rig.store(0)
+    rig.loop.push(rig.read(10))
+    rig.finish()
+    for number in range(1, 8):
+        rig.loop.push(rig.write(number))
+    depths = []
+    rig.turn()
+    while rig.queue.at_disk:
+        depths.append(len(rig.queue.at_disk))
+        rig.queue.end()
+        rig.turn()
+    assert depths[:4] == [1, 1, 1, 1]  # a mebibyte in quarters before one more is allowed
+    assert max(depths) == 4
+
+
+def test_calls_at_the_disk_and_stores_made_ready_are_bounded() -> None:
+    rig = Rig(width=3, write_depth=2)
+    for number in range(8):
+        rig.loop.push(rig.write(number))
+    rig.turn()
+    assert len(rig.queue.at_disk) == 2
+    assert rig.loop._writes.ready <= 5 * MIB
+    rig.finish()
+    assert len(rig.answers) == 8
+
+
+def test_a_call_that_comes_back_short_goes_on_where_it_ended() -> None:
+    rig = Rig()
+    rig.loop.push(rig.write(0))
+    rig.turn()
+    rig.queue.end(result=8192)
+    rig.finish()
+    rig.loop.push(rig.read(1))
+    rig.turn()
+    rig.queue.end(result=512)
+    rig.finish()
+    assert [(done.task_id, done.cause, done.failed) for done in rig.answers] == [(0, "", []), (1, "", [])]
+
+
+@pytest.mark.parametrize(("result", "cause"), [(0, FailCause.NO_SPACE), (-errno.ENOSPC, FailCause.NO_SPACE),
+                                               (-errno.EIO, FailCause.IO_ERROR)])  # fmt: skip
+def test_a_store_call_that_fails_is_the_answer(result: int, cause: FailCause) -> None:
+    rig = Rig()
+    rig.loop.push(rig.write(0, 4 * MIB))
+    rig.turn()
+    rig.queue.end(1, result=result)
+    rig.finish()
+    assert [done.cause for done in rig.answers] == [cause]
+    assert not rig.loop.busy
+
+
+def test_one_bad_sector_fails_only_its_record() -> None:
+    rig = Rig()
+    rig.store(0, 1)
+    good, bad = rig.read(0, 0), rig.read(0, 1)
+    half = (MIB - 4096) // 2
+    digests = b"".join(payload_digest(rig.region[at : at + half]) for at in (0, half))
+    unit = ReadUnit(9, 0, [8192, 8192 + half], [half, half], [SIZE, SIZE + half], digests, True, True)
+    assert good.lengths == bad.lengths
+    rig.loop.push(unit)
+    rig.turn()
+    rig.queue.end(result=-errno.EIO)
+    rig.turn()
+    rig.queue.end(result=-errno.EIO)
+    rig.finish()
+    assert [(done.task_id, done.cause, done.failed) for done in rig.answers] == [(9, "", [(0, FailCause.IO_ERROR)])]
+
+
+def test_a_file_that_ends_early_is_the_wrong_size_of_what_lies_behind() -> None:
+    rig = Rig()
+    rig.store(0)
+    rig.loop.push(rig.read(1, 0, 2 * MIB))
+    rig.turn()
+    rig.queue.end(result=MIB // 2)
+    rig.turn()
+    while rig.queue.at_disk:
+        rig.queue.end(result=0)
+        rig.turn()
+    assert [done.failed for done in rig.answers] == [[(0, FailCause.WRONG_SIZE)]]
+
+
+def test_what_is_forgotten_is_answered_as_cancelled_and_what_waits_for_the_device_goes_aside() -> None:
+    rig = Rig()
+    rig.store(0)
+    rig.loop.push(rig.read(1))
+    rig.loop.push(rig.read(2))
+    rig.loop.forget([2])
+    rig.loop.push(Sync(3, []))
+    rig.loop.push(Prepare(4, 0, 0, False, b"", [], 0))
+    rig.finish()
+    assert {done.task_id: done.cause for done in rig.answers} == {1: "", 2: FailCause.CANCELLED}
+    assert [task.task_id for task in rig.aside] == [3, 4]
+
+
+def test_a_task_that_cannot_begin_is_answered() -> None:
+    rig = Rig()
+    rig.loop.push(ReadUnit(1, 77, [4096], [4096], [0], bytes(16), True, True))
+    rig.loop.push(WriteBatch(2, 0, b"", 0, 0, 4096, 99, b"", 0, 0, b"x" * 36, [0], [0], [0], b"", True))
+    rig.finish()
+    answers = {done.task_id: done for done in rig.answers}
+    assert answers[1].failed == [(0, FailCause.IO_ERROR)]
+    assert answers[2].cause == FailCause.IO_ERROR
+    assert not rig.loop.busy
+
+
+def ended_calls(queue: KernelQueue, count: int) -> dict[int, int]:
+    """What so many calls came to."""
+    ended: dict[int, int] = {}
+    while len(ended) < count:
+        assert select.select([queue.handle], [], [], 10.0)[0]
+        os.eventfd_read(queue.handle)
+        ended.update(queue.take())
+    return ended
+
+
+def test_the_kernel_moves_the_same_bytes_as_plain_calls(tmp_path: Path) -> None:
+    queue = open_kernel_queue(4)
+    if queue is None:
+        pytest.skip("this kernel has no queue for calls")
+    files = SystemFiles()
+    directory = files.open_directory(str(tmp_path), create=False)
+    handle = files.open(directory, "file", write=True, create=True)
+    memory = memory_of(aligned_buffer(65536))
+    memory.view[:32768] = np.random.default_rng(3).integers(0, 256, 32768, dtype=np.uint8).data
+    scattered = Call(handle, True, [(memory, 0, 4096), (memory, 8192, 4096), (memory, 4096, 4096)], 4096, 12288)
+    queue.push(7, scattered, 0, 12288)
+    queue.push(8, Call(handle, True, [(memory, 16384, 8192)], 16384, 8192), 4096, 4096)
+    queue.submit()
+    assert ended_calls(queue, 2) == {7: 12288, 8: 4096}
+    back = Call(handle, False, [(memory, 32768, 12288)], 4096, 12288)
+    queue.push(1, back, 0, 12288)
+    queue.push(2, Call(9999, False, [(memory, 0, 4096)], 0, 4096), 0, 4096)  # a file that is not open
+    queue.push(3, Call(handle, False, [(memory, 49152, 8192)], 20480, 8192), 0, 8192)
+    queue.submit()
+    assert ended_calls(queue, 3) == {1: 12288, 2: -errno.EBADF, 3: 4096}  # the last one ends with the file
+    view = memory.view
+    assert view[32768:45056] == bytes(view[0:4096]) + bytes(view[8192:12288]) + bytes(view[4096:8192])
+    assert view[49152:53248] == view[20480:24576]
+    assert queue.take() == []
+    queue.close()
+    files.close(handle)
+    files.close(directory)
+
+
+@pytest.mark.parametrize(("begin", "size"), [(0, 10), (0, 4), (2, 3), (3, 7), (9, 1), (0, 0)])
+def test_a_cut_of_a_call_is_the_bytes_of_its_range(begin: int, size: int) -> None:
+    memory = memory_of(memoryview(bytearray(range(32))))
+    parts = [(memory, 20, 3), (memory, 4, 5), (memory, 30, 2)]
+    whole = b"".join(bytes(memory.view[at : at + length]) for _, at, length in parts)
+    call = Call(0, True, parts, 0, 10)
+    assert b"".join(map(bytes, call.buffers(begin, size))) == whole[begin : begin + size]
