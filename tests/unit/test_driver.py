@@ -436,3 +436,26 @@ def test_start_while_an_old_thread_hangs_is_an_error() -> None:
     assert not driver.close(0.0)  # and does not wait for the lock that the thread holds
     release.set()
     assert driver.stop(LONG)
+
+
+def test_a_stop_that_comes_just_before_a_round_ends_the_thread() -> None:
+    """The round takes the signal down that the stop raised; the thread must not go to sleep on that."""
+
+    class StopsTheDriver:
+        """The clock is read between the thread's look at the stop and its round."""
+
+        asked = False
+
+        def monotonic(self) -> float:
+            if driver.running and not self.asked:
+                self.asked = True
+                driver.stop(0.0)
+            return 1.0
+
+        def wall(self) -> float:
+            return 1.0
+
+    driver, _ = build([EchoTier()], StopsTheDriver())
+    driver.start()
+    assert driver._worker is not None
+    assert driver._worker.join(2.0)

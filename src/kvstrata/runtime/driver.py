@@ -400,7 +400,8 @@ class Driver(Generic[M]):
                 now = self._time()
                 until = self._sleeps_until = self._round(now)
                 left = None if math.isinf(until) else until - self._time()
-            self._signal.wait(left)
+            if not self._stopping:  # the round may have taken down the signal that came with it
+                self._signal.wait(left)
         with self._lock:
             self._sleeps_until = -math.inf
 
