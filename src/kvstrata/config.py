@@ -5,7 +5,8 @@ else in kvstrata reads user configuration.
 
     {"primary": {"size": "8GiB"},
      "core": {"stall_s": 1.0, "policy": "s3fifo"},
-     "tiers": [{"type": "fs", "name": "disk", "dir": "/var/cache/kv", "limit": "200GB"}]}
+     "tiers": [{"type": "fs", "name": "disk", "dir": "/var/cache/kv", "limit": "200GB"},
+               {"type": "object", "url": "s3://bucket/kv", "cascade": false}]}
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_SIZE = 2**63 - 1
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?:(?P<prefix>[kmgtp])(?P<binary>i?))?(?P<unit>b?)", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
-_DERIVED = frozenset({"capacity_bytes", "alignment"})
+_DERIVED = frozenset({"capacity_bytes", "alignment", "no_cascade"})
 """Fields of `CoreConfig` that follow from other settings and are no options."""
 
 S = TypeVar("S", bound="Section")
@@ -60,6 +61,8 @@ class TierConfig(Section, frozen=True):
     """Which tier: "memory", "fs", or the name under which another one is registered."""
     name: str = ""
     """How metrics, filters and messages call it; the type if left out. Unique."""
+    cascade: bool = True
+    """Whether what is stored goes to it too; a tier without is only read."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """All other options of the entry; the tier checks them."""
 
@@ -108,11 +111,9 @@ def config_from_dict(data: object) -> Config:
     table = _table(data, "configuration")
     _refuse_unknown(table, Config.__struct_fields__, "")
     primary = section(PrimaryConfig, table.get("primary", {}), "primary")
-    return Config(
-        primary=primary,
-        core=_core(table.get("core", {}), primary.size),
-        tiers=_tiers(table.get("tiers", [])),
-    )
+    tiers = _tiers(table.get("tiers", []))
+    read_only = frozenset(tier.name for tier in tiers if not tier.cascade)
+    return Config(primary=primary, core=_core(table.get("core", {}), primary.size, read_only), tiers=tiers)
 
 
 def section(kind: type[S], data: object, option: str) -> S:
@@ -175,13 +176,13 @@ def _decode(kind: type, value: object) -> object:
     return ByteSize(size)
 
 
-def _core(data: object, capacity: int) -> CoreConfig:
+def _core(data: object, capacity: int, read_only: frozenset[str]) -> CoreConfig:
     table = _table(data, "core")
     _refuse_unknown(
         table, [field.name for field in dataclasses.fields(CoreConfig) if field.name not in _DERIVED], "core"
     )
     try:
-        return CoreConfig(capacity_bytes=capacity, **table)
+        return CoreConfig(capacity_bytes=capacity, no_cascade=read_only, **table)
     except ConfigError as error:
         raise ConfigError(f"core.{error}") from error
 
@@ -193,7 +194,7 @@ def _tiers(data: object) -> tuple[TierConfig, ...]:
     for number, entry in enumerate(data):
         option = f"tiers[{number}]"
         table = dict(_table(entry, option))
-        known = {name: table.pop(name) for name in ("type", "name") if name in table}
+        known = {name: table.pop(name) for name in ("type", "name", "cascade") if name in table}
         try:
             tier = section(TierConfig, {**known, "options": table}, option)
         except ConfigError as error:

@@ -209,3 +209,19 @@ def test_replicas_share_a_folder_and_a_limit() -> None:
     assert disk.options == {"path": "/kv/rank-2", "limit": 25_000_000}
     assert memory.options == {"limit": 22}
     assert other.options == {}
+
+
+def test_replicas_have_a_part_each_in_what_engines_share() -> None:
+    entries = [
+        {"type": "fs", "path": "/kv", "part": "host-7", "limit": "100MB", "shared_limit": "1GB", "cascade": False},
+        {"type": "redis", "url": "redis://127.0.0.1/0", "limit": 90},
+    ]
+    settings = VllmSettings(config_from_dict({"tiers": entries}))
+    shared, redis = for_replica(settings, 2, 4).config.tiers
+    assert shared.options["path"] == "/kv"
+    assert shared.options["part"] == "host-7-2"
+    assert shared.options["limit"] == 25_000_000
+    assert shared.options["shared_limit"] == 1_000_000_000
+    assert not shared.cascade
+    assert redis.options["part"].endswith("-2")
+    assert redis.options["limit"] == 22

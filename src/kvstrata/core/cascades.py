@@ -37,6 +37,8 @@ class Cascades:
     def offer(self, keys: Sequence[OffloadKey], digests: Mapping[OffloadKey, bytes], admit: TierFilter) -> None:
         """Queue freshly stored keys, in chain order, for every tier that the request may store to."""
         for tier in self._core.tiers:
+            if not tier.filled:
+                continue
             if admit.accepts(tier.port):
                 self._queue(tier, keys, digests)
             else:

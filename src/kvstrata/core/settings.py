@@ -61,6 +61,8 @@ class CoreConfig:
     """Most verdicts on failed keys that are remembered; the oldest is forgotten first."""
     max_requests: int = 100_000
     """Most request records that are kept; the longest silent goes first."""
+    no_cascade: frozenset[str] = frozenset()
+    """Names of tiers that are only read: nothing is cascaded to them."""
     cascade_queue: int = 1024
     """Most chunks that wait for one tier's store; above it a cascade is dropped and counted."""
 
@@ -78,6 +80,8 @@ class CoreConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
             raise ConfigError(f"policy: expected the name of an eviction policy, got {self.policy!r}")
+        if not isinstance(self.no_cascade, frozenset) or not all(isinstance(name, str) for name in self.no_cascade):
+            raise ConfigError(f"no_cascade: expected a set of tier names, got {self.no_cascade!r}")
         for name in _SHARES:
             _check_number(name, getattr(self, name), low=0.0, high=1.0)
         for name in _SECONDS:

@@ -47,6 +47,8 @@ class TierState:
     port: TierPort
     reads: Breaker
     writes: Breaker
+    filled: bool = True
+    """Stored chunks are cascaded to it; otherwise it is only read."""
     gallops: bool = False
     """Its probes cost a round trip: few keys are asked, the rest is inferred."""
     counters: TierCounters = field(default_factory=TierCounters)
@@ -97,7 +99,14 @@ class CoreState:
         self.counters = Counters()
         self.account = PromotionAccount(self.counters, residency)
         self.tiers = [
-            TierState(i, port, self._breaker(), self._breaker(), gallops(port.capabilities))
+            TierState(
+                i,
+                port,
+                self._breaker(),
+                self._breaker(),
+                filled=port.name not in config.no_cascade,
+                gallops=gallops(port.capabilities),
+            )
             for i, port in enumerate(ports)
         ]
         self.commands: list[Command] = []

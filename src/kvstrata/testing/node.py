@@ -161,6 +161,10 @@ class Node:
         """The core's snapshot."""
         return self.driver.call(lambda manager: manager.statistics())
 
+    def reads_state(self, tier: int) -> str:
+        """State of the breaker for reads of a tier: closed, open or half open."""
+        return str(self.driver.call(lambda manager: manager._core.tiers[tier].reads.state.value))
+
     def check_idle(self) -> None:
         """Every invariant holds and nothing is pinned, held, reserved or in quarantine."""
         self.driver.call(lambda manager: manager.check())

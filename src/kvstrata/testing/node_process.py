@@ -4,8 +4,9 @@
         other.ask("store a 1000")          # "stored 1000"
         other.kill()
 
-Run as a program it reads such lines: `store PROMPT CHUNKS`, `load PROMPT CHUNKS` (all bytes are compared), and
-`write CHUNKS`, which stores twenty prompts `turn-0` to `turn-19` again and again. It ends with its standard input.
+Run as a program it reads such lines: `store PROMPT CHUNKS`, `load PROMPT CHUNKS` (all bytes are compared), `forget`
+(primary is emptied), `reads` (state of the breaker), `check` (idle, and nothing pinned), and `write CHUNKS`, which
+stores twenty prompts `turn-0` to `turn-19` again and again. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -66,6 +67,15 @@ def _serve(node: Node, lines: Iterator[str]) -> Iterator[str]:
             yield f"stored {node.store(rest[0], int(rest[1]) * TOKENS)}"
         elif what == "load":
             yield f"loaded {node.load(rest[0], int(rest[1]) * TOKENS) // TOKENS}"
+        elif what == "forget":
+            node.forget()
+            yield "forgotten"
+        elif what == "reads":
+            yield node.reads_state(0)
+        elif what == "check":
+            node.settle(90.0)
+            node.check_idle()
+            yield "idle"
         elif what == "write":
             for turn in range(1_000_000):
                 node.store(f"turn-{turn % TURNS}", int(rest[0]) * TOKENS, settle_s=0.0)

@@ -20,6 +20,7 @@ from kvstrata.integrations.vllm.stack import Stack, ladder_doubts, layout_tag, t
 from kvstrata.integrations.vllm.worker import WorkerSide
 from kvstrata.layout.groups import Layout
 from kvstrata.layout.namespace import require_durable
+from kvstrata.tiers.common.claims import default_part
 from kvstrata.transfer.torch_copier import make_copier
 from kvstrata.types import Medium
 
@@ -42,21 +43,28 @@ def _settings(vllm_config: Any) -> VllmSettings:
     return for_replica(settings, int(getattr(parallel, "data_parallel_index", 0) or 0), replicas)
 
 
+SHARED_TIERS = ("mooncake", "object", "redis")
+"""Tiers that several engines always share; `fs` is shared where it has a part."""
+
+
 def for_replica(settings: VllmSettings, index: int, replicas: int) -> VllmSettings:
     """The settings of one of several engines that share a configuration: a folder and a part of each limit of its own.
 
-    The number is the same over restarts, so that each finds its own chunks again.
+    In a tier that engines share, a part of its own instead of a folder. The number is the same over restarts, so that
+    each finds its own chunks again.
     """
     if replicas <= 1:
         return settings
     tiers = []
     for tier in settings.config.tiers:
         options = tier_options(tier.options, tier.name)
-        if "path" in options:
+        if "part" in options or tier.type in SHARED_TIERS:
+            options["part"] = f"{options.get('part') or default_part()}-{index}"
+        elif "path" in options:
             options["path"] = os.path.join(str(options["path"]), f"rank-{index}")
         if options.get("limit") is not None:
             options["limit"] = max(int(options["limit"]) // replicas, 1)
-        tiers.append(TierConfig(type=tier.type, name=tier.name, options=options))
+        tiers.append(TierConfig(type=tier.type, name=tier.name, cascade=tier.cascade, options=options))
     config = Config(primary=settings.config.primary, core=settings.config.core, tiers=tuple(tiers))
     return dataclasses.replace(settings, config=config)
 
