@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Install the servers of tests/services that are Debian packages: redis-server, and libibverbs1, which Mooncake needs. Only where this runs as root and they
+# Install the servers of tests/services that are Debian packages: redis-server, libibverbs1, which Mooncake
+# needs, and iproute2 for tests with network namespaces. Only where this runs as root and they
 # are missing; otherwise say what to install and go on: the tests skip what they cannot find.
 set -euo pipefail
 
 missing=()
+command -v ip >/dev/null || missing+=(iproute2)
 command -v redis-server >/dev/null || command -v valkey-server >/dev/null || missing+=(redis-server)
 ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
 [[ ${#missing[@]} == 0 ]] && exit
