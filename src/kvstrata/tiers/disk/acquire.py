@@ -103,8 +103,9 @@ def _take(
         files.unlink(directory, leftover)
     direct = _probe_direct(files, directory)
     rejects: Counter[Reject] = Counter()
-    handles = _open_segments(files, directory, direct, rejects)
+    handles: Handles = {}
     try:
+        _open_segments(files, directory, direct, rejects, handles)
         sizes = sizes_for(_common_size(handles))
         notes = _trim(files, directory, handles, sizes)
         checkpoint, checkpoint_size = _checkpoint(files, directory, sizes, rejects)
@@ -146,8 +147,8 @@ def _probe_direct(files: Files, directory: int) -> bool:
 Handles = dict[int, tuple[int, SegmentHeader, int]]
 
 
-def _open_segments(files: Files, directory: int, direct: bool, rejects: Counter[Reject]) -> Handles:
-    handles: Handles = {}
+def _open_segments(files: Files, directory: int, direct: bool, rejects: Counter[Reject], handles: Handles) -> None:
+    """Open every segment that can be used into `handles`, which the caller closes, also after an error."""
     for name in sorted(files.names(directory)):
         number = segment_number(name)
         if number is None:
@@ -157,7 +158,11 @@ def _open_segments(files: Files, directory: int, direct: bool, rejects: Counter[
             header = read_segment_header(files, handle)
         except OSError:
             header = Reject.EMPTY
-        found = files.stat(directory, name)
+        try:
+            found = files.stat(directory, name)
+        except OSError:
+            files.close(handle)
+            raise
         if isinstance(header, Reject) or found is None or found.size < 2 * BLOCK:
             # Died while it was created, or of another version: its room is wanted, and nothing in it can be used.
             files.close(handle)
@@ -166,7 +171,6 @@ def _open_segments(files: Files, directory: int, direct: bool, rejects: Counter[
                 rejects[header] += 1
             continue
         handles[number] = (handle, header, found.size)
-    return handles
 
 
 def _common_size(handles: Handles) -> int | None:

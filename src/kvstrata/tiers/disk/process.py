@@ -109,9 +109,13 @@ class _Child:
     """One life of the I/O process. `ended` is set, by the listener, after its last answer was queued."""
 
     def __init__(self, context: TierContext, spec: WorkerSpec, inherited: Sequence[int], arrived: deque[bytes]) -> None:
-        jobs_out, self.jobs = os.pipe()
-        self.answers, answers_in = os.pipe()
+        ours: list[int] = []
+        theirs: list[int] = []
         try:
+            jobs_out, self.jobs = _pipe(theirs, ours)
+            answers_in, self.answers = _pipe(theirs, ours, outwards=False)
+            self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            ours.append(self._signal)
             for end in (self.jobs, answers_in):
                 with contextlib.suppress(OSError):
                     fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -126,18 +130,17 @@ class _Child:
                 start_new_session=True,
             )
         except OSError:
-            os.close(self.jobs)
-            os.close(self.answers)
+            for end in ours:
+                os.close(end)
             raise
         finally:
-            os.close(jobs_out)
-            os.close(answers_in)
+            for end in theirs:
+                os.close(end)
         self.ended = False
         self.waiting = False
         self.outbox = bytearray()
         self._context = context
         self._arrived = arrived
-        self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         context.executor.submit(self._listen)
 
     def _listen(self) -> None:
@@ -184,6 +187,15 @@ class _Child:
         self.process.wait()
         for handle in (self.jobs, self.answers, self._signal):
             os.close(handle)
+
+
+def _pipe(theirs: list[int], ours: list[int], *, outwards: bool = True) -> tuple[int, int]:
+    """A pipe, as (their end, our end), noted in both lists; `outwards`: they read what we write."""
+    reader, writer = os.pipe()
+    pair = (reader, writer) if outwards else (writer, reader)
+    theirs.append(pair[0])
+    ours.append(pair[1])
+    return pair
 
 
 def _environment() -> dict[str, str]:
