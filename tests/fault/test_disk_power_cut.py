@@ -51,9 +51,11 @@ def run(rig: TierHarness, rng: np.random.Generator, steps: int) -> Expectation:
     stores: dict[int, list[OffloadKey]] = {}
     flushes: dict[int, tuple[set[OffloadKey], list[OffloadKey]]] = {}
     removed_since: list[OffloadKey] = []
+    rare = bool(rng.integers(3))  # how often it flushes: what was flushed is not at risk
     for _ in range(steps):
         picked = [keys[int(i)] for i in rng.choice(90, size=3, replace=False)]
-        match int(rng.integers(12)):
+        action = int(rng.integers(12))
+        match 0 if rare and action in (6, 7) and rng.integers(8) else action:
             case 0 | 1 | 2 | 3 | 4:
                 stores[rig.submit_store(picked)] = picked
                 expected.gone -= set(picked)
@@ -88,12 +90,16 @@ def run(rig: TierHarness, rng: np.random.Generator, steps: int) -> Expectation:
 
 @pytest.mark.parametrize("block", range(10))
 def test_every_chunk_before_the_last_flush_survives_a_power_cut(block: int) -> None:
+    dropped = torn = reordered = 0
     for seed in range(block * 20, block * 20 + 20):
         rng = np.random.default_rng(seed)
         disk = SimDisk()
         rig = make(disk, seed, executor_seed=seed).open()
         expected = run(rig, rng, int(rng.integers(5, 90)))
         disk.power_cut(seed)
+        dropped += disk.cuts.dropped
+        torn += disk.cuts.torn
+        reordered += disk.cuts.reordered
         again = make(disk, seed + 1000).open()
         found = set(again.present(chunk_keys(90))) | set(again.removed)
         assert expected.safe <= found, f"seed {seed}: {len(expected.safe - found)} flushed chunks are gone"
@@ -105,6 +111,8 @@ def test_every_chunk_before_the_last_flush_survives_a_power_cut(block: int) -> N
         assert disk.allocated(PATH) <= LIMIT
         again.store(chunk_keys(30, start=500))
         again.close()
+    # Twenty power cuts, ten times: in each twenty, writes that were not flushed were lost, torn and overtaken.
+    assert min(dropped, torn, 2 * reordered) >= 20, (dropped, torn, reordered)
 
 
 @pytest.mark.parametrize("block", range(4))

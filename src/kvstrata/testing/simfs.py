@@ -27,6 +27,18 @@ def _error(code: int, what: str) -> OSError:
     return OSError(code, f"simulated: {what}")
 
 
+@dataclass(slots=True)
+class PowerCuts:
+    """What power cuts did to writes that were not synced."""
+
+    kept: int = 0
+    dropped: int = 0
+    torn: int = 0
+    """Some sectors of the write are there."""
+    reordered: int = 0
+    """Something of the write is there, although an earlier one to the same file is lost or torn."""
+
+
 @dataclass(eq=False)
 class _Inode:
     number: int
@@ -46,17 +58,24 @@ class _Inode:
         self.durable = bytearray(self.data)
         self.unsynced.clear()
 
-    def cut(self, rng: np.random.Generator) -> None:
+    def cut(self, rng: np.random.Generator, done: PowerCuts) -> None:
         """Lose power: a random part of what was not synced is there afterwards."""
         if len(self.data) > len(self.durable):
             self.durable.extend(bytes(len(self.data) - len(self.durable)))
-        for index in rng.permutation(len(self.unsynced)):
-            offset, payload = self.unsynced[int(index)]
-            match int(rng.integers(3)):
+        fates = [2] * len(self.unsynced)
+        for index in rng.permutation(len(self.unsynced)).tolist():
+            offset, payload = self.unsynced[index]
+            match fate := int(rng.integers(3)):
                 case 0:
                     self.durable[offset : offset + len(payload)] = payload
                 case 1:
                     self._tear(offset, payload, rng)
+            fates[index] = fate
+        done.kept += fates.count(0)
+        done.torn += fates.count(1)
+        done.dropped += fates.count(2)
+        hurt = next((index for index, fate in enumerate(fates) if fate), len(fates))
+        done.reordered += sum(fate != 2 for fate in fates[hurt + 1 :])
         self.data = bytearray(self.durable)
         self.unsynced.clear()
         self.locked_by = None
@@ -87,14 +106,14 @@ class _Directory:
         self.durable = dict(self.names)
         self.journal.clear()
 
-    def cut(self, rng: np.random.Generator) -> None:
+    def cut(self, rng: np.random.Generator, done: PowerCuts) -> None:
         kept = int(rng.integers(len(self.journal) + 1))
         for what in self.journal[:kept]:
             what(self.durable)
         self.journal.clear()
         self.names = dict(self.durable)
         for inode in self.names.values():
-            inode.cut(rng)
+            inode.cut(rng, done)
 
 
 class SimDisk:
@@ -108,6 +127,7 @@ class SimDisk:
         self.direct = True
         self.directories: dict[str, _Directory] = {}
         self.writes = 0
+        self.cuts = PowerCuts()
         self._numbers = 0
 
     def number(self) -> int:
@@ -125,7 +145,7 @@ class SimDisk:
         """Lose power; every process is gone, and with it what the device had not made durable (or not all of it)."""
         rng = np.random.default_rng(seed)
         for directory in self.directories.values():
-            directory.cut(rng)
+            directory.cut(rng, self.cuts)
 
     def file(self, path: str, name: str) -> bytearray:
         """The bytes of a file, to look at or to alter behind everybody's back."""
