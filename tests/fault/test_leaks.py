@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import mmap
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from kvstrata.core.settings import CoreConfig
 from kvstrata.errors import KVStrataError
 from kvstrata.layout.groups import Group, Layout
 from kvstrata.layout.kinds import FullAttention
+from kvstrata.primary import region as region_module
 from kvstrata.primary.region import AnonymousRegion, SharedRegion
 from kvstrata.runtime.clock import SystemClock
 from kvstrata.runtime.driver import Driver
@@ -55,6 +55,8 @@ class Footprint:
     descriptors: int
     shared_files: int
     children: int
+    mappings: int
+    """Of regions that others can map."""
 
 
 def footprint() -> Footprint:
@@ -65,7 +67,8 @@ def footprint() -> Footprint:
         with suppress(OSError):
             children += len(Path(f"/proc/self/task/{thread}/children").read_text(encoding="ascii").split())
     shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return Footprint(len(threads), len(os.listdir("/proc/self/fd")), len(shared), children)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").count("memfd:kvstrata")
+    return Footprint(len(threads), len(os.listdir("/proc/self/fd")), len(shared), children, maps)
 
 
 def settled(expected: Footprint) -> Footprint:
@@ -81,10 +84,10 @@ def settled(expected: Footprint) -> Footprint:
 
 def check_rounds(one: Callable[[], None], rounds: int) -> None:
     """Do `one` many times; nothing may be left."""
+    before = footprint()
     for _ in range(WARM_UP):
         one()
     gc.collect()
-    before = footprint()
     tracemalloc.start()
     try:
         one()
@@ -121,8 +124,13 @@ def test_regions(kind: type[AnonymousRegion | SharedRegion], count: int) -> None
     check_rounds(one, count)
 
 
-SYSTEM_CALLS = {"memfd": (os, "memfd_create"), "size": (os, "ftruncate"), "room": (os, "posix_fallocate"),
-                "map": (mmap, "mmap")}  # fmt: skip
+SYSTEM_CALLS = {
+    "memfd": (os, "memfd_create"),
+    "size": (os, "ftruncate"),
+    "map": (region_module, "map_shared"),
+    "touch": (os, "pwrite"),
+    "room": (os, "posix_fallocate"),
+}
 
 
 @pytest.mark.parametrize("call", SYSTEM_CALLS)
@@ -320,8 +328,8 @@ def test_an_io_process_that_cannot_be_started_leaves_nothing(
         raise OSError(errno.EMFILE, "injected")
 
     assert process.subprocess is subprocess
-    one(broken=False)
     before = footprint()
+    one(broken=False)
     for _ in range(5):
         one(broken=True)
     assert settled(before) == before
