@@ -247,6 +247,7 @@ class TestLedger:
     def test_ten_seconds_without_a_finished_key_are_overdue(self) -> None:
         ledger = Ledger(10.0, 60.0)
         job = ledger.accept(JobKind.PROMOTE, 0, NO_SLOTS, [b"k"], "r", 0.0, tier=0)
+        ledger.hand_over(job.job_id, 0.0)
         assert ledger.deadline() == 10.0
         job.progressed = 5.0
         assert ledger.overdue(10.0) == []
@@ -258,10 +259,19 @@ class TestLedger:
     def test_sixty_seconds_in_all_are_overdue_whatever_the_progress(self) -> None:
         ledger = Ledger(10.0, 60.0)
         job = ledger.accept(JobKind.CASCADE, 0, NO_SLOTS, [b"k"], "r", 0.0, tier=0)
+        ledger.hand_over(job.job_id, 0.0)
         for now in range(5, 60, 5):
             job.progressed = float(now)
             assert ledger.overdue(float(now)) == []
         assert ledger.overdue(60.0) == [job]
+
+    def test_bounds_run_from_the_moment_the_tier_is_told(self) -> None:
+        ledger = Ledger(10.0, 60.0)
+        job = ledger.accept(JobKind.PROMOTE, 0, NO_SLOTS, [b"k"], "r", 0.0, tier=0)
+        assert ledger.overdue(1000.0) == []
+        ledger.hand_over(job.job_id, 1000.0)
+        assert ledger.overdue(1009.0) == []
+        assert ledger.overdue(1010.0) == [job]
 
     def test_an_ended_job_is_never_overdue(self) -> None:
         ledger = Ledger(10.0, 60.0)

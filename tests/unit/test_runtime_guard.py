@@ -319,5 +319,12 @@ def test_faults_are_bounded_and_of_one_line() -> None:
     assert "\n" not in statistics.faults[-1].text
 
 
-def test_presence_values_are_what_the_guard_checks() -> None:
-    assert (min(Presence), max(Presence)) == (Presence.ABSENT, Presence.PRESENT)
+def test_every_presence_but_an_assumed_one_may_be_answered() -> None:
+    may_be_answered = sorted(set(Presence) - {Presence.ASSUMED})
+    tier = AnsweringTier()
+    guard, _ = opened(tier)
+    tier.answer = np.array(may_be_answered, np.int8)
+    assert guard.probe(KEYS) is tier.answer
+    for illegal in (min(Presence) - 1, Presence.ASSUMED, max(Presence) + 1):
+        tier.answer = np.array([illegal, 0, 0], np.int8)
+        assert guard.probe(KEYS) is not tier.answer
