@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def missing_tests(root: Path, text: str) -> list[str]:
     return missing
 
 
+@functools.cache
 def defined_names(text: str) -> set[str]:
     """Names of all classes and functions, and of what is assigned at the top (a state machine's test case)."""
     names = set()
@@ -64,6 +66,22 @@ def test_what_a_document_points_at_is_there(path: Path) -> None:
 def test_the_invariants_are_all_there() -> None:
     text = (checkers.ROOT / "docs/invariants.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| (\d+) \|", text, re.MULTILINE) == [str(number) for number in range(1, 19)]
+
+
+DRAWN = ("tests/property/", "tests/sim/test_simulation", "tests/fault/test_disk_power_cut.py")
+"""Tests there draw their histories, by Hypothesis or from seeds."""
+
+
+def without_drawn_test(text: str) -> list[int]:
+    """The invariants of a table that name no test which draws its histories."""
+    rows = re.findall(r"^\| (\d+) \| .* \| ([^|]*) \|$", text, re.MULTILINE)
+    return [int(number) for number, where in rows if not any(f"`{place}" in where for place in DRAWN)]
+
+
+def test_every_invariant_names_a_test_that_draws_its_histories() -> None:
+    assert without_drawn_test((checkers.ROOT / "docs/invariants.md").read_text(encoding="utf-8")) == []
+    table = "| 1 | a | `tests/unit/test_a.py::test_x` |\n| 2 | b | `tests/property/test_b.py::test_y` |\n"
+    assert without_drawn_test(table) == [1]
 
 
 def test_what_points_nowhere_is_found(tmp_path: Path) -> None:
