@@ -95,14 +95,17 @@ test-engine: $(ENGINE_STAMP) ## Run the tests against a real vLLM, on CPUs (minu
 	done; exit $$failed
 
 # A series is added here and in integrations/vllm/versions.py together, once its tests pass.
-VERSIONS := 0.32.0
+VERSIONS := 0.30.0 0.31.0 0.32.0
+MATRIX_FILES := tests/engine/test_engine_restore.py tests/engine/test_engine_tier.py
 
 .PHONY: test-engine-matrix
 test-engine-matrix: ## Run the engine's restore tests with every supported vLLM (not in every CI run)
-	for version in $(VERSIONS); do \
+	failed=0; for version in $(VERSIONS); do \
 	    tools/engine_environment.sh ".venvs/engine-$$version" "$$version"; \
-	    ".venvs/engine-$$version/bin/python" -m pytest -m engine --timeout 1800 -o faulthandler_timeout=1700 tests/engine/test_engine_restore.py $(ARGS); \
-	done
+	    for file in $(MATRIX_FILES); do \
+	        ".venvs/engine-$$version/bin/python" -m pytest -m engine --timeout 1800 -o faulthandler_timeout=1700 $$file $(ARGS) || failed=1; \
+	    done; \
+	done; exit $$failed
 
 .PHONY: test-cuda
 test-cuda: ## Run the engine tests on an accelerator, with the vLLM that is installed there; "not run" without one

@@ -33,13 +33,14 @@ class Host:
         self.llm: Any = None
         self.numbers = 0
         self.undo: list[Callable[[], None]] = []
+        self.heard_events: list[list[Any]] = []
 
     # -- life
 
     def start(self, model: str, extra: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
         """Start the engine; without `extra` it has no connector."""
         from vllm import LLM
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         sabotage = options.pop("sabotage", None)
         if sabotage is not None:
@@ -62,6 +63,8 @@ class Host:
             "disable_log_stats": False,
             **options,
         }
+        if "kv_events_config" in settings:
+            settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
         self.llm = LLM(model, kv_transfer_config=transfer, **settings)
         return {"policy": None if transfer is None else self.scheduler.recompute_kv_load_failures}
 
@@ -237,6 +240,30 @@ class Host:
     def metrics(self) -> dict[str, float]:
         """Our counters in vLLM's own metrics."""
         return {m.name: m.value for m in self.llm.get_metrics() if m.name.startswith("vllm:kvstrata") and m.value}
+
+    def sources(self) -> dict[str, float]:
+        """vLLM's own count of cached prompt tokens by the place that they came from."""
+        name = "vllm:prompt_tokens_cached_by_source"
+        return {m.labels["source"]: m.value for m in self.llm.get_metrics() if m.name == name}
+
+    def listen(self) -> None:
+        """From now on keep what the engine's publisher of cache events is given."""
+        publisher = self.scheduler.kv_event_publisher
+        publish = publisher.publish
+
+        def heard(batch: Any) -> None:
+            for event in batch.events:
+                hashes = list(getattr(event, "block_hashes", ()))
+                group = getattr(event, "group_idx", None)
+                self.heard_events.append([type(event).__name__, getattr(event, "medium", None), group, hashes])
+            publish(batch)
+
+        publisher.publish = heard
+
+    def heard(self) -> list[list[Any]]:
+        """What was published since the last call."""
+        events, self.heard_events = self.heard_events, []
+        return events
 
     def chunk_bytes(self) -> list[int]:
         """Bytes of a chunk in primary, per group."""

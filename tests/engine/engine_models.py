@@ -41,6 +41,8 @@ def _config(name: str, transformers: Any) -> Any:
     """The configuration of one of the models."""
     if name == "llama":  # one group of full attention
         return transformers.LlamaConfig(num_hidden_layers=4, head_dim=64, **COMMON)
+    if name == "single":  # one head of keys and values: with two ranks both have the same bytes
+        return transformers.LlamaConfig(num_hidden_layers=4, head_dim=64, **{**COMMON, "num_key_value_heads": 1})
     if name == "gemma3":  # two groups of sliding windows and one of full attention
         kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 2
         return transformers.Gemma3TextConfig(

@@ -67,24 +67,6 @@ def test_a_thousand_random_aborts(engine: Engine) -> None:
     assert one(engine, prompt(300, seed=77))["reason"] == "length"
 
 
-def test_a_failed_load_is_computed(engine: Engine) -> None:
-    engine.reset(connector=True)
-    tokens = prompt(900, seed=11)
-    right = one(engine, tokens)
-    engine.reset()
-    before = engine.look()
-    engine.load_faults(share=1.0, seed=1)
-    back = one(engine, tokens)
-    engine.heal()
-    after = settled(engine)
-    assert engine.started["policy"] is True
-    assert back["reason"] == "length"
-    assert back["tokens"] == right["tokens"]
-    assert after["load_failures"] == before["load_failures"] + 1
-    assert engine.stories()[0]["cause"] == "load_failed"
-    clean(after)
-
-
 def test_an_exception_at_every_dependency(engine: Engine) -> None:
     """Every method of every object outside the plug-in that it calls raises for ever: found by looking, not by list."""
     engine.reset(connector=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,21 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder: Path = tmp_path_factory.mktemp("options")
     extra = storage(folder / "disk", blocks_per_chunk=2, store="all")
     with Engine(
-        make(folder, "gemma3"), extra, max_num_batched_tokens=256, max_model_len=1536, num_gpu_blocks_override=60
+        make(folder, "gemma3"),
+        extra,
+        {"VLLM_LOGGING_LEVEL": "INFO"},
+        max_num_batched_tokens=256,
+        max_model_len=1536,
+        num_gpu_blocks_override=60,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},  # glossary: allow
     ) as started:
         yield started
+
+
+def test_at_start_it_says_what_one_restore_can_bring_and_how_fast(engine: Engine) -> None:
+    said = engine.tail(100_000)
+    assert re.search(r"kvstrata: one restore can bring 15\d\d of 1536 tokens", said)
+    assert re.search(r"kvstrata: that takes \d+\.\d\d s from disk \(\d+ MB/s measured\)", said)
 
 
 def test_chunks_of_two_blocks_and_a_prefill_in_pieces(engine: Engine) -> None:
@@ -66,6 +79,15 @@ def test_what_a_client_may_narrow(engine: Engine) -> None:
     engine.reset()
     engine.drop_primary()
     assert one(engine, tokens, params={"kvstrata": {"load_tiers": []}})["cached"] == 0
+    engine.reset()
+    assert one(engine, tokens, params={"kvstrata": {"load_tiers": ["disk"]}})["cached"] > 0
+    engine.reset()
+    engine.drop_primary()
+    assert one(engine, tokens, params={"kvstrata": {"wait_s": 1e-6}})["cached"] == 0
+    assert engine.stories()[0]["cause"] == "clock"
+    engine.reset()
+    assert one(engine, tokens, params={"kvstrata": {"nonsense": 1}})["cached"] > 0
+    assert "nonsense" in engine.stories()[0]["note"]
     other = prompt(900, seed=5)
     one(engine, other, params={"kvstrata": {"store": "none"}})
     engine.reset()
@@ -78,3 +100,38 @@ def test_counters_reach_the_engines_own_metrics(engine: Engine) -> None:
     assert found["vllm:kvstrata_stored_chunks"] == looked["stored"] > 0
     assert found["vllm:kvstrata_loaded_chunks"] == looked["loaded"] > 0
     assert found["vllm:kvstrata_hit_tokens"] > 0
+
+
+def test_hits_are_counted_by_the_tier_that_they_came_from(engine: Engine) -> None:
+    tokens = prompt(900, seed=6)
+    one(engine, tokens)
+    engine.settle()
+    for source in ("host", "disk"):
+        engine.reset()
+        if source == "disk":
+            engine.drop_primary()
+        before = engine.sources()
+        back = one(engine, tokens)
+        after = engine.sources()
+        gained = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+        assert gained == {source: back["cached"]}
+        assert back["cached"] > 0
+
+
+def test_cache_events_go_the_engines_own_way(engine: Engine) -> None:
+    engine.reset(connector=True)
+    engine.listen()
+    one(engine, prompt(900, seed=7))
+    engine.settle()
+    one(engine, prompt(20, seed=8))  # a step, in which what happened between steps is told
+    stored: dict[str, set[tuple[int, int]]] = {}
+    for kind, medium, group, hashes in engine.heard():
+        if kind == "BlockStored":
+            stored.setdefault(medium, set()).update((group, hashed) for hashed in hashes)
+    assert set(stored) == {"GPU", "CPU", "DISK"}
+    assert len(stored["CPU"]) > 4
+    assert stored["DISK"] == stored["CPU"] <= stored["GPU"]
+    engine.reset(connector=True)
+    one(engine, prompt(20, seed=9))
+    removed = {medium for kind, medium, _, _ in engine.heard() if kind == "BlockRemoved"}
+    assert {"CPU", "DISK"} <= removed

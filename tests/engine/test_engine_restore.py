@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_kit import TOLERANCE, Engine, data_type, difference, one, prompt, storage
+from engine_kit import TOLERANCE, Engine, EngineError, data_type, difference, one, prompt, storage
 from engine_models import NAMES, make
 
 from kvstrata.integrations.vllm.versions import installed_version, series
@@ -24,7 +24,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("disk")
     if request.param == "lfm2" and series(installed_version() or "") in ("0.30", "0.31"):
-        pytest.skip("this vLLM's CPU kernels have no convolution of width 3")
+        with pytest.raises(EngineError, match="causal_conv1d_weight_pack: support only width of 4"):
+            Engine(make(models, request.param), None)
+        pytest.skip("this vLLM itself does not start LFM2: its CPU kernels have no convolution of width 3")
     with Engine(make(models, request.param), storage(folder)) as started:
         started.model, started.folder, started.models = request.param, folder, models
         yield started
@@ -116,6 +118,26 @@ def test_lengths_around_every_border(engine: Engine) -> None:
         assert back["cached"] == planned, length
         assert difference(cold, back) <= TOLERANCE[data_type(engine.model)], length
         engine.reset()
+
+
+def test_a_failed_load_is_computed(engine: Engine) -> None:
+    """The policy for failed loads that vLLM has by default would end the request with an error."""
+    engine.reset(connector=True)
+    tokens = prompt(900, seed=11)
+    right = one(engine, tokens)
+    engine.reset()
+    before = engine.look()
+    engine.load_faults(share=1.0, seed=1)
+    back = one(engine, tokens)
+    engine.heal()
+    engine.run_out()
+    after = engine.look()
+    assert engine.started["policy"] is True
+    assert back["reason"] == "length"
+    assert back["tokens"] == right["tokens"]
+    assert after["load_failures"] == before["load_failures"] + 1
+    assert engine.stories()[0]["cause"] == "load_failed"
+    assert (after["pinned"], after["reserved"]) == (0, 0)
 
 
 def test_after_a_kill_from_disk(engine: Engine) -> None:

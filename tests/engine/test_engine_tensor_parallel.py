@@ -34,3 +34,17 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert looked["load_failures"] == 1
         assert looked["pinned"] == 0
         assert again.stories()[0]["cause"] == "load_failed"
+
+
+def test_what_both_ranks_have_alike_is_stored_once(tmp_path: Path) -> None:
+    """A model with one head of keys and values, whose group vLLM is made to call the same on all ranks."""
+    model, disk = make(tmp_path, "single"), storage(tmp_path / "disk")
+    with Engine(model, disk, {**PAIR, "ENGINE_TEST_REPLICATED": "1"}, tensor_parallel_size=2) as engine:
+        own = one(engine, TOKENS)
+        engine.reset()
+        back = one(engine, TOKENS)
+        assert back["cached"] == 640
+        assert difference(own, back) <= 1e-4
+        assert engine.look()["stored"] == 5
+        assert engine.groups()[0]["bytes"] == engine.tell("chunk_bytes")[0]
+        assert engine.look()["off"] == ""  # the canary of each rank lives

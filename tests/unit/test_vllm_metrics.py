@@ -74,6 +74,7 @@ def test_events_by_group_and_place_without_tokens(monkeypatch: pytest.MonkeyPatc
         BlockStored=lambda **fields: ("stored", fields), BlockRemoved=lambda **fields: ("removed", fields)
     )
     monkeypatch.setattr(events, "_vllm_events", lambda: module)
+    monkeypatch.setattr(events, "_published", lambda: lambda hashed: hashed[0])
     shape = kit.shape_of(kit.group(kit.full()), kit.group(kit.sliding(33)), blocks_per_chunk=2)
     a, b = bytes(32), b"\x01" * 32
     made = events.engine_events(
@@ -84,9 +85,9 @@ def test_events_by_group_and_place_without_tokens(monkeypatch: pytest.MonkeyPatc
         ],
     )
     assert [(kind, f["block_hashes"], f["medium"], f["group_idx"]) for kind, f in made] == [
-        ("stored", [a], "CPU", 0),
-        ("stored", [b], "CPU", 1),
-        ("removed", [b], "DISK", 0),
+        ("stored", [0], "CPU", 0),
+        ("stored", [1], "CPU", 1),
+        ("removed", [1], "DISK", 0),
     ]
     assert made[0][1]["token_ids"] == []
     assert made[0][1]["block_size"] == 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvstrata.core.messages import CacheEvent, EventKind
@@ -18,6 +18,17 @@ PLACES: Mapping[str, str] = {"primary": "CPU"}
 @functools.cache
 def _vllm_events() -> Any:
     return importlib.import_module("vllm.distributed.kv_events")
+
+
+@functools.cache
+def _published() -> Callable[[bytes], Any]:
+    """How vLLM publishes a block hash: as a number of 64 bits unless it is told otherwise."""
+    try:
+        utilities = importlib.import_module("vllm.v1.core.kv_cache_utils")  # glossary: allow
+    except ImportError:
+        return lambda hashed: hashed
+    convert: Callable[[bytes], Any] = utilities.maybe_convert_block_hash
+    return convert
 
 
 def engine_events(shape: EngineShape, events: Iterable[CacheEvent]) -> list[Any]:
@@ -46,8 +57,8 @@ def engine_events(shape: EngineShape, events: Iterable[CacheEvent]) -> list[Any]
     return made
 
 
-def _by_group(event: CacheEvent) -> dict[int, list[bytes]]:
-    groups: dict[int, list[bytes]] = {}
+def _by_group(event: CacheEvent) -> dict[int, list[Any]]:
+    groups: dict[int, list[Any]] = {}
     for key in event.keys:
-        groups.setdefault(key_group(key), []).append(key[:-4])
+        groups.setdefault(key_group(key), []).append(_published()(key[:-4]))
     return groups

@@ -10,13 +10,14 @@ where it finds none, it refuses to start unless the operator states an `identity
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib
 import inspect
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,6 @@ class _Open:
 class TierMethods:
     """Everything that vLLM calls. Mixed with vLLM's base class by `tier_class`."""
 
-    block_size_bytes: int
-
     def __init__(
         self,
         offloading_spec: Any,
@@ -77,8 +76,8 @@ class TierMethods:
         self._ended: list[Any] = []
         self._context_class = importlib.import_module(_OFFLOAD).RequestOffloadingContext
         self._results = importlib.import_module(_OFFLOAD).LookupResult
-        self._job_result = importlib.import_module(_BASE).JobResult
-        size = self.block_size_bytes
+        self._job_result = _with_known_fields(importlib.import_module(_BASE).JobResult)
+        self._chunk_bytes = size = _row_bytes(primary_kv_view)
         disk = DiskTier(
             path=dir,
             limit=parse_size(limit, "limit"),
@@ -140,7 +139,7 @@ class TierMethods:
         """Hand a job to the disk; one that cannot be handed over has failed, and is reported as such."""
         try:
             keys = [bytes(key) for key in job.keys]
-            size = self.block_size_bytes
+            size = self._chunk_bytes
             offsets = [int(chunk) * size for chunk in job.chunk_ids]  # glossary: allow
             self._open[job.job_id] = _Open(job.job_id, keys, size * len(keys), self._clock.monotonic(), load=load)
             mine = TierJob(job.job_id, keys, offsets, [size] * len(keys))
@@ -179,7 +178,7 @@ class TierMethods:
                 success=whole,
                 successful_keys=None if whole else job.done,
                 transfer_time=self._clock.monotonic() - job.begun,
-                transfer_bytes=self.block_size_bytes * len(job.done),
+                transfer_bytes=self._chunk_bytes * len(job.done),
             )
         )
 
@@ -198,6 +197,17 @@ class TierMethods:
         """Let go of the directory."""
         self.tier.close()
         self._executor.close(1.0)
+
+
+def _row_bytes(view: memoryview) -> int:
+    """Bytes of one chunk in vLLM's primary."""
+    return view.strides[0] if view.strides else view.itemsize
+
+
+def _with_known_fields(kind: Any) -> Callable[..., Any]:
+    """Makes a data class of vLLM without the fields that this version does not have (0.30 counts no bytes)."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return lambda **fields: kind(**{name: value for name, value in fields.items() if name in known})
 
 
 def callers_configuration() -> Any | None:
