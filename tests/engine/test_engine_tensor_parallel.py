@@ -15,7 +15,8 @@ TOKENS = prompt(700, seed=1)
 
 def test_two_ranks(tmp_path: Path) -> None:
     model, disk = make(tmp_path, "llama"), storage(tmp_path / "disk")
-    with Engine(model, disk, PAIR, tensor_parallel_size=2) as engine:
+    lost = tmp_path / "lost"
+    with Engine(model, disk, {**PAIR, "ENGINE_TEST_LOST_STORES": str(lost)}, tensor_parallel_size=2) as engine:
         cold = one(engine, TOKENS)
         own = one(engine, TOKENS)
         engine.reset()
@@ -26,6 +27,14 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert engine.settle()
         assert engine.look()["stored"] == 5
         assert engine.groups()[0]["bytes"] * 2 == engine.tell("chunk_bytes")[0]
+        lost.touch()
+        half = prompt(700, seed=2)  # rank 1's part of every chunk is missing
+        first = one(engine, half)
+        engine.reset()
+        again = one(engine, half)
+        assert (again["cached"], again["tokens"]) == (0, first["tokens"])
+        assert engine.look()["stored"] == 5
+        assert engine.look()["reserved"] == 0
     with Engine(model, disk, {**PAIR, "ENGINE_TEST_BAD_RANK": "1"}, tensor_parallel_size=2) as again:
         back = one(again, TOKENS)  # promoted from disk; rank 1 fails to copy it
         looked = again.look()
