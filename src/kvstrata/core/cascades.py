@@ -13,12 +13,13 @@ from itertools import islice
 
 import numpy as np
 
+from kvstrata.core.arrays import where
 from kvstrata.core.ledger import Job
 from kvstrata.core.messages import EventKind, PurgeTier, SubmitStore, TierFilter
 from kvstrata.core.presence import PresenceBook
 from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState, TierState
-from kvstrata.types import I32, FailCause, JobKind, OffloadKey, Presence, TierJob
+from kvstrata.types import I64, FailCause, JobKind, OffloadKey, Presence, TierJob
 
 MISSED_MOST = 65_536
 """Most keys per tier that are remembered to be offered again, or to be offered for another request."""
@@ -123,7 +124,7 @@ class Cascades:
         )
         return True
 
-    def _take(self, tier: TierState, budget: int, most: int) -> tuple[I32, list[OffloadKey], list[bytes | None]]:
+    def _take(self, tier: TierState, budget: int, most: int) -> tuple[I64, list[OffloadKey], list[bytes | None]]:
         """Leading queued chunks that primary still has, within `budget` bytes; at least one if none is out."""
         residency, queue = self._core.residency, tier.cascades
         while queue:
@@ -141,7 +142,7 @@ class Cascades:
                 taken = ready[:fit]
                 chosen = [entries[i] for i in taken.tolist()]
                 return slots[taken], [key for key, _ in chosen], [digest for _, digest in chosen]
-        return np.empty(0, np.int32), [], []
+        return np.empty(0, np.int64), [], []
 
     def _moving(self, tier: TierState) -> bool:
         """Whether a store that is not overdue is out."""
@@ -150,14 +151,14 @@ class Cascades:
 
     # -- outcomes
 
-    def done(self, job: Job, index: Sequence[int]) -> None:
+    def done(self, job: Job, index: I64) -> None:
         """The tier has these chunks."""
         core, tier = self._core, self._core.tiers[job.tier]
         tier.writes.success()
         if not tier.missed:
             tier.offer_s = 0.0
         tier.counters.cascaded += len(index)
-        keys = [job.keys[i] for i in index]
+        keys = job.keys_at(index)
         if job.generation != core.generation:
             core.counters.late += len(keys)
         else:
@@ -177,19 +178,20 @@ class Cascades:
         if job.generation == core.generation:
             self._remember(tier.missed, [job.keys[i] for i, _ in failures])
 
-    def _unpin(self, job: Job, index: Sequence[int]) -> None:
+    def _unpin(self, job: Job, index: I64) -> None:
         """Chunks that the tier reads no more."""
-        slots = job.slots[list(index)]
-        self._core.tiers[job.tier].cascading -= self._core.byte_size(slots)
-        self._core.unpin(slots)
-        job.unpinned.update(index)
+        if len(index):
+            slots = job.slots_at(index)
+            self._core.tiers[job.tier].cascading -= self._core.byte_size(slots)
+            self._core.unpin(slots)
+            job.unpinned[index] = True
 
     def ended(self, job: Job) -> None:
         """The tier reads the job's slots no more."""
         tier = self._core.tiers[job.tier]
         tier.cascades_out -= 1
         tier.writes.released()
-        self._unpin(job, [i for i in range(len(job.keys)) if i not in job.unpinned])
+        self._unpin(job, where(~job.unpinned))
         if job.generation < tier.purged_through and not self.stale(tier):
             self.purge(tier)
 
@@ -213,8 +215,8 @@ class Cascades:
     def overdue(self, job: Job) -> None:
         """A bound of the job has passed; its slots stay pinned (and readable) until it has ended."""
         tier = self._core.tiers[job.tier]
-        failures = [(i, FailCause.TIMEOUT) for i in sorted(job.open)]
-        job.open.clear()
+        failures = [(i, FailCause.TIMEOUT) for i in job.still_open().tolist()]
+        job.open[:] = False
         self.failed(job, failures)
         tier.writes.failure(self._core.now, at_once=True)
 

@@ -17,7 +17,7 @@ from kvstrata.core.requests import Request
 from kvstrata.core.slots import RESERVED
 from kvstrata.core.state import CoreState
 from kvstrata.core.statistics import PromotionTag
-from kvstrata.types import I8, I32, I64, OffloadKey
+from kvstrata.types import I8, I64, OffloadKey
 
 
 class Placement(enum.Enum):
@@ -33,8 +33,8 @@ class _Chunks:
     """The chunks of a plan, group after group, as columns."""
 
     keys: list[OffloadKey]
-    slots: I32
-    groups: I32
+    slots: I64
+    groups: I64
     starts: I64
     """First token of each chunk."""
     sources: I8
@@ -127,7 +127,7 @@ class Grants:
         return _Chunks(
             keys,
             self._core.residency.find(keys),
-            np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+            np.repeat(np.arange(len(counts), dtype=np.int64), counts),
             np.concatenate(starts),
             np.concatenate(request.sources),
         )
@@ -146,7 +146,7 @@ class Grants:
         """Whether the plan has a chunk that is neither in primary nor on its way there."""
         return bool((self._chunks(request).slots < 0).any())
 
-    def _fits_share(self, old: I32, present: I32, missing_bytes: int) -> bool:
+    def _fits_share(self, old: I64, present: I64, missing_bytes: int) -> bool:
         """Whether held bytes stay within the share, after what this request lets go and what it adds."""
         core, residency = self._core, self._core.residency
         added = present[residency.holds[present] == 0]
@@ -154,7 +154,7 @@ class Grants:
         held = residency.held_bytes - core.byte_size(gone) + core.byte_size(added) + missing_bytes
         return held + core.overdue_bytes() <= core.share_limit and held <= residency.capacity_bytes - core.store_reserve
 
-    def _commit(self, request: Request, chunks: _Chunks, old: I32, fresh: I64, tag: PromotionTag) -> None:
+    def _commit(self, request: Request, chunks: _Chunks, old: I64, fresh: I64, tag: PromotionTag) -> None:
         """Make the plan's slots the request's own; queue the reads of the `fresh` ones, in token order, by tier."""
         core, residency, slots = self._core, self._core.residency, chunks.slots
         added, gone = slots, old[:0]
@@ -168,7 +168,7 @@ class Grants:
         if request.pending > len(fresh):
             reserved[fresh] = False
             joined = slots[reserved]
-            self._promotions.join(request, joined[~np.isin(joined, old)].tolist())
+            self._promotions.waiters.join(request, joined[~np.isin(joined, old)])
         sources = chunks.sources[fresh]
         for tier in range(len(core.tiers)):
             mine = slots[fresh[sources == tier]]

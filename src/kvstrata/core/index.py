@@ -9,7 +9,7 @@ from itertools import repeat
 import numpy as np
 
 from kvstrata.errors import InternalError
-from kvstrata.types import I32, I64, OffloadKey
+from kvstrata.types import I64, OffloadKey
 
 _NO_KEY = b""
 _REBUILD_FROM = 1024
@@ -31,9 +31,9 @@ class KeyIndex:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def find(self, keys: Sequence[OffloadKey]) -> I32:
+    def find(self, keys: Sequence[OffloadKey]) -> I64:
         """The slot of each key, or -1."""
-        return np.fromiter(map(self.slots.get, keys, repeat(-1)), np.int32, len(keys))
+        return np.fromiter(map(self.slots.get, keys, repeat(-1)), np.int64, len(keys))
 
     def key_of(self, slot: int) -> OffloadKey | None:
         return (self.keys[slot] or None) if 0 <= slot < len(self.keys) else None

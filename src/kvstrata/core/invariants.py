@@ -49,7 +49,7 @@ def check_pins(core: CoreState) -> None:
         if job.kind is JobKind.LOAD:
             pins.update(job.slots.tolist())
         elif job.kind is JobKind.CASCADE:
-            pins.update(int(job.slots[i]) for i in range(len(job.slots)) if i not in job.unpinned)
+            pins.update(job.slots[~job.unpinned].tolist())
     for name, column, expected in (("holds", core.residency.holds, holds), ("pins", core.residency.pins, pins)):
         found = {int(slot): int(column[slot]) for slot in np.flatnonzero(column)}
         _demand(found == dict(expected), f"{name}: slots have {found}, requests and jobs own {dict(expected)}")
@@ -83,7 +83,7 @@ def check_waiters(core: CoreState, promotions: Promotions) -> None:
     for request in core.requests.values():
         held = request.held
         expected.update(held[core.residency.state[held] == RESERVED].tolist())
-    found = {slot: len(waiting) for slot, waiting in promotions.waiters.items()}
+    found = promotions.waiters.counts()
     _demand(found == dict(expected), f"waiters: {found}, holders of reserved slots: {dict(expected)}")
 
 
@@ -125,13 +125,11 @@ def check_limits(core: CoreState) -> None:
         _demand(tier.loads_out == len(loads), f"{name}: counts {tier.loads_out} loads, the ledger has {len(loads)}")
         late = [job for job in loads if job.overdue]
         _demand(tier.overdue_jobs == len(late), f"{name}: counts {tier.overdue_jobs} overdue loads of {len(late)}")
-        inflight = sum(core.byte_size(job.slots[sorted(job.open)]) for job in loads)
+        inflight = sum(core.byte_size(job.slots[job.still_open()]) for job in loads)
         _demand(tier.inflight == inflight, f"{name}: counts {tier.inflight} bytes in flight of {inflight}")
         _demand(tier.inflight <= core.inflight_limit, f"{name}: {tier.inflight} bytes in flight exceed the share")
         cascades = [job for job in core.ledger if job.kind is JobKind.CASCADE and job.tier == tier.index]
-        pinned = sum(
-            core.byte_size(job.slots[[i for i in range(len(job.slots)) if i not in job.unpinned]]) for job in cascades
-        )
+        pinned = sum(core.byte_size(job.slots[~job.unpinned]) for job in cascades)
         _demand(tier.cascading == pinned, f"{name}: counts {tier.cascading} bytes under cascades of {pinned}")
         _demand(len(tier.cascades) <= core.config.cascade_queue, f"{name}: the cascade queue is over its bound")
 

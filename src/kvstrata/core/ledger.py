@@ -7,28 +7,33 @@ is dropped by rule and not by luck.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from kvstrata.core.arrays import index_array, where
 from kvstrata.core.messages import ALL_TIERS, TierFilter
 from kvstrata.errors import InternalError
-from kvstrata.types import I32, JobKind, OffloadKey
+from kvstrata.types import I64, Bool, JobKind, OffloadKey
+
+_NO_MARKS: Bool = np.zeros(0, np.bool_)
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One transfer in flight. `open` are the indices of `keys` that have not been reported yet."""
+    """One transfer in flight. `open` marks the keys that have not been reported yet; jobs of tiers only."""
 
     job_id: int
     kind: JobKind
     generation: int
-    slots: I32
+    slots: I64
     keys: Sequence[OffloadKey]
     request_id: str
     tier: int = -1
     started: float = 0.0
     progressed: float = 0.0
-    open: set[int] = field(default_factory=set)
+    open: Bool = field(default_factory=lambda: _NO_MARKS)
     reports_left: int = 1
     ok: bool = True
     handed: bool = False
@@ -39,10 +44,35 @@ class Job:
     """Stores: where the chunks may go after they are published."""
     claims: list[tuple[OffloadKey, TierFilter]] = field(default_factory=list)
     """Stores: keys that other requests were going to store too, and where those may go."""
-    unpinned: set[int] = field(default_factory=set)
-    """Cascades: indices whose slots are not pinned by the job any more."""
+    unpinned: Bool = field(default_factory=lambda: _NO_MARKS)
+    """Cascades: marks the keys whose slots are not pinned by the job any more."""
     quarantined: list[int] = field(default_factory=list)
     """Slots that this job may still touch and that are returned when it has really ended."""
+
+    def report(self, index: Iterable[int]) -> I64:
+        """These keys are reported; returns the indices of those that had not been. Others are passed over."""
+        named = index_array(index)
+        if len(named) != len(self.open) or not isinstance(index, range):
+            named = named[(named >= 0) & (named < len(self.open))]
+        fresh = named[self.open[named]]
+        self.open[fresh] = False
+        return fresh
+
+    def still_open(self) -> I64:
+        """Indices of the keys that have not been reported."""
+        return where(self.open)
+
+    def is_open(self, index: int) -> bool:
+        """Whether this key has not been reported."""
+        return 0 <= index < len(self.open) and bool(self.open[index])
+
+    def keys_at(self, index: I64) -> Sequence[OffloadKey]:
+        """The keys with these indices, in that order; all of them for as many indices as there are keys."""
+        return self.keys if len(index) == len(self.keys) else [self.keys[i] for i in index.tolist()]
+
+    def slots_at(self, index: I64) -> I64:
+        """Their slots."""
+        return self.slots if len(index) == len(self.slots) else self.slots[index]
 
 
 class Ledger:
@@ -71,7 +101,7 @@ class Ledger:
         self,
         kind: JobKind,
         generation: int,
-        slots: I32,
+        slots: I64,
         keys: Sequence[OffloadKey],
         request_id: str,
         now: float,
@@ -84,7 +114,9 @@ class Ledger:
         self._next_id += 1
         self._jobs[job.job_id] = job
         if tier >= 0:
-            job.open = set(range(len(keys)))
+            job.open = np.ones(len(keys), np.bool_)
+            if kind is JobKind.CASCADE:
+                job.unpinned = np.zeros(len(keys), np.bool_)
             heapq.heappush(self._deadlines, (self._due(job), job.job_id))
         return job
 

@@ -11,7 +11,7 @@ from kvstrata.core.messages import LoadPlan, TouchKeys
 from kvstrata.core.requests import Request, RequestState
 from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState
-from kvstrata.types import I32, JobKind, OffloadKey
+from kvstrata.types import I64, JobKind, OffloadKey
 
 
 class Loads:
@@ -40,7 +40,7 @@ class Loads:
             for slots, (lo, hi), (have_lo, _) in zip(request.slots, ranges, request.ranges, strict=False)
         ]
         keys = [key for group, (lo, hi) in zip(request.keys, ranges, strict=True) for key in group[lo:hi]]
-        slots = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
         job = self._accept(request, slots, keys)
         offsets, lengths = self._core.ranges_of(slots)
         return LoadPlan(
@@ -56,7 +56,7 @@ class Loads:
         offsets, lengths = self._core.ranges_of(slots)
         return LoadPlan(job.job_id, request.request_id, 0, 0, (), slots, offsets, lengths, keys)
 
-    def _accept(self, request: Request, slots: I32, keys: Sequence[OffloadKey]) -> Job:
+    def _accept(self, request: Request, slots: I64, keys: Sequence[OffloadKey]) -> Job:
         core = self._core
         job = core.ledger.accept(
             JobKind.LOAD, core.generation, slots, keys, request.request_id, core.now, reports=core.ranks

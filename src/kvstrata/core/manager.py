@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstrata.core.arrays import any_of
 from kvstrata.core.cascades import Cascades
 from kvstrata.core.grants import Grants
 from kvstrata.core.invariants import check_all
@@ -48,7 +49,7 @@ from kvstrata.errors import StateError
 from kvstrata.layout.groups import Layout
 from kvstrata.policy.registry import make_policy
 from kvstrata.types import (
-    I32,
+    I64,
     Flushed,
     JobEnded,
     JobKind,
@@ -317,7 +318,7 @@ class TieringOffloadingManager:
         """What a finished request leaves in primary becomes the newest, its tails before its heads to go."""
         residency = self._core.residency
         for keys in request.keys:
-            slots = residency.find(keys) if keys else np.empty(0, np.int32)
+            slots = residency.find(keys) if keys else np.empty(0, np.int64)
             slots = slots[slots >= 0]
             residency.touch(slots[residency.state[slots] == READY], used=False)
 
@@ -367,26 +368,27 @@ class TieringOffloadingManager:
         if job is None or job.tier != tier:
             self._core.counters.late += len(event.done) + len(event.failed)
             return
-        done = [i for i in event.done if i in job.open]
-        failed = [(i, cause) for i, cause in event.failed if i in job.open]
+        done = job.report(event.done)
+        failed = [(i, cause) for i, cause in event.failed if job.is_open(i)]
         self._core.counters.late += len(event.done) + len(event.failed) - len(done) - len(failed)
-        job.open.difference_update(done, (i for i, _ in failed))
         job.progressed = self._core.now
-        part = self._promotions if job.kind is JobKind.PROMOTE else self._cascades
+        promotes = job.kind is JobKind.PROMOTE
         if failed:
-            part.failed(job, failed)
-        if done and job.kind is JobKind.PROMOTE:
-            self._promotions.landed(job, done)
-        elif done:
-            self._cascades.done(job, done)
+            job.report([i for i, _ in failed])
+            (self._promotions if promotes else self._cascades).failed(job, failed)
+        if len(done):
+            if promotes:
+                self._promotions.landed(job, done)
+            else:
+                self._cascades.done(job, done)
 
     def _job_ended(self, tier: int, event: JobEnded) -> None:
         job = self._core.ledger.get(event.job_id)
         if job is None or job.tier != tier:
             self._core.counters.late += 1
             return
-        if job.open:
-            self._keys_done(tier, KeysDone(job.job_id, (), [(i, event.cause) for i in sorted(job.open)]))
+        if any_of(job.open):
+            self._keys_done(tier, KeysDone(job.job_id, (), [(i, event.cause) for i in job.still_open().tolist()]))
         self._core.ledger.end(job)
         if job.kind is JobKind.PROMOTE:
             self._promotions.ended(job)
@@ -425,7 +427,7 @@ class TieringOffloadingManager:
         self._cascades.drop_all(purged=invalid)
         for job in core.ledger:
             self._overtake(job, invalid)
-        ready = np.flatnonzero(core.residency.state == READY).astype(np.int32)
+        ready = np.flatnonzero(core.residency.state == READY)
         pinned = ready[core.residency.pins[ready] > 0]
         core.account.dropped(pinned)
         core.emit(EventKind.REMOVED, PRIMARY, core.residency.keys_of(pinned))
@@ -487,7 +489,7 @@ class TieringOffloadingManager:
                 failed = True
         return failed
 
-    def _evicted(self, slots: I32, keys: Sequence[OffloadKey]) -> None:
+    def _evicted(self, slots: I64, keys: Sequence[OffloadKey]) -> None:
         """Residency evicted these ready slots."""
         self._core.counters.evicted += len(slots)
         self._core.account.dropped(slots)
@@ -530,7 +532,7 @@ class TieringOffloadingManager:
         """The run is over: promotions that nobody has used and nobody holds get their final class."""
         core = self._core
         tags, holds = core.residency.tag, core.residency.holds
-        core.account.dropped(np.flatnonzero((tags != PromotionTag.NONE) & (holds == 0)).astype(np.int32))
+        core.account.dropped(np.flatnonzero((tags != PromotionTag.NONE) & (holds == 0)))
 
     def check(self) -> None:
         """Recount everything; raises `InternalError` for the first invariant that does not hold."""

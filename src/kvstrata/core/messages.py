@@ -9,7 +9,6 @@ from typing import Protocol, TypeAlias
 
 from kvstrata.types import (
     I8,
-    I32,
     I64,
     Capabilities,
     Locality,
@@ -112,7 +111,7 @@ class LoadPlan:
     computed: int
     boundary: int
     ranges: tuple[tuple[int, int], ...]
-    slots: I32
+    slots: I64
     offsets: I64
     lengths: I64
     keys: Sequence[OffloadKey]
@@ -126,7 +125,7 @@ class StorePlan:
     job_id: int
     request_id: str
     chunks: Sequence[tuple[int, int]]
-    slots: I32
+    slots: I64
     offsets: I64
     lengths: I64
     keys: Sequence[OffloadKey]

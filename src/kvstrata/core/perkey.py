@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstrata.core.arrays import slot_array
 from kvstrata.core.clocks import Pace
 from kvstrata.core.galloping import ASKED, NOT_ASKED
 from kvstrata.core.grants import Grants
 from kvstrata.core.loads import Loads
 from kvstrata.core.messages import LoadPlan, RequestContext, RequestOptions
 from kvstrata.core.presence import PresenceBook
-from kvstrata.core.promotions import Promotions, slot_array
+from kvstrata.core.promotions import Promotions
 from kvstrata.core.requests import Door, Request, RequestState
 from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState, TierState
@@ -96,7 +97,7 @@ class PerKeyDoor:
             residency.hold(slot_array([slot]))
             request.key_slots[slot] = None
             request.pending += 1
-            self._promotions.join(request, [slot])
+            self._promotions.waiters.join(request, slot_array([slot]))
         else:
             request.retrying = True
 

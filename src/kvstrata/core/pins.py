@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstrata.core.arrays import all_are, any_of, distinct
 from kvstrata.core.slots import READY, RESERVED, SlotTable
 from kvstrata.errors import InternalError
-from kvstrata.types import I32, I64
+from kvstrata.types import I8, I32, I64
 
 
 class Pins:
@@ -30,67 +31,79 @@ class Pins:
 
     def pin(self, slots: I64) -> None:
         """One reference more on each slot, reserved or ready; a slot may be named several times."""
-        if not len(slots):
-            return
-        table = self._table
-        states = table.state[slots]
-        lowest, highest = states.min(), states.max()
-        if lowest < RESERVED or highest > READY or slots.min() < 0:
-            raise InternalError("residency: cannot pin a slot that is neither reserved nor ready")
-        fresh = self._add(table.pins, slots)
-        if len(fresh):
-            self.pinned_bytes += table.bytes_of(fresh)
-            self._tightened(fresh if lowest == READY else fresh[table.state[fresh] == READY])
+        if len(slots):
+            self._pin(slots, distinct(slots))
 
     def unpin(self, slots: I64) -> None:
         """Gives back references; below zero, or below what is held, is an error that changes nothing."""
-        table = self._table
-        loose = self._subtract(table.pins, slots, table.holds, "unpinned more often than pinned")
-        if len(loose):
-            self.pinned_bytes -= table.bytes_of(loose)
-            ready = table.state[loose] == READY
-            self._loosened(loose if ready.all() else loose[ready])
+        if len(slots):
+            self._unpin(slots, distinct(slots))
 
     def hold(self, slots: I64) -> None:
         """Pins that a waiting request owns."""
-        self.pin(slots)
         if len(slots):
-            self.held_bytes += self._table.bytes_of(self._add(self._table.holds, slots))
+            once = distinct(slots)
+            self._pin(slots, once)
+            self.held_bytes += self._table.bytes_of(_add(self._table.holds, slots, once))
 
     def unhold(self, slots: I64) -> None:
         """Ends holds and their pins; below zero is an error that changes nothing."""
-        loose = self._subtract(self._table.holds, slots, None, "let go more often than held")
-        self.held_bytes -= self._table.bytes_of(loose)
-        self.unpin(slots)
+        if len(slots):
+            once = distinct(slots)
+            loose = _subtract(self._table.holds, slots, None, once, "let go more often than held")
+            self.held_bytes -= self._table.bytes_of(loose)
+            self._unpin(slots, once)
 
-    def _add(self, column: I32, slots: I64) -> I64:
-        """Adds one per mention; returns the distinct slots that were at zero."""
-        before = column[slots]
-        if _distinct(slots):
-            column[slots] = before + 1
-            return slots[before == 0] if before.any() else slots
-        np.add.at(column, slots, 1)
-        return np.unique(slots[before == 0])
+    def _pin(self, slots: I64, once: bool) -> None:
+        table = self._table
+        states = table.state[slots]
+        all_ready = all_are(states, READY)
+        if any_of(slots < 0) or not (all_ready or _pinnable(states)):
+            raise InternalError("residency: cannot pin a slot that is neither reserved nor ready")
+        fresh = _add(table.pins, slots, once)
+        if len(fresh):
+            self.pinned_bytes += table.bytes_of(fresh)
+            self._tightened(fresh if all_ready else fresh[table.state[fresh] == READY])
 
-    def _subtract(self, column: I32, slots: I64, least: I32 | None, what: str) -> I64:
-        """Takes one away per mention, not below `least`; returns the distinct slots that are at zero now."""
-        before = column[slots]
-        distinct = _distinct(slots)
-        if distinct:
-            after = before - 1
-        else:
-            np.subtract.at(column, slots, 1)
-            after = column[slots]
-        short = after < (0 if least is None else least[slots])
-        if short.any():
-            column[slots] = before
-            bad = slots[np.flatnonzero(short)[0]]
-            raise InternalError(f"residency: slot {bad} was {what}")
-        if distinct:
-            column[slots] = after
-            return slots[after == 0] if after.any() else slots
-        return np.unique(slots[after == 0])
+    def _unpin(self, slots: I64, once: bool) -> None:
+        table = self._table
+        loose = _subtract(table.pins, slots, table.holds, once, "unpinned more often than pinned")
+        if len(loose):
+            self.pinned_bytes -= table.bytes_of(loose)
+            states = table.state[loose]
+            self._loosened(loose if all_are(states, READY) else loose[states == READY])
 
 
-def _distinct(slots: I64) -> bool:
-    return len(set(slots.tolist())) == len(slots)
+def _pinnable(states: I8) -> bool:
+    """Whether all states are reserved or ready."""
+    kinds = states.tobytes()
+    return kinds.count(RESERVED) + kinds.count(READY) == len(kinds)
+
+
+def _add(column: I32, slots: I64, once: bool) -> I64:
+    """Adds one per mention (`once`: no slot is named twice); returns the distinct slots that were at zero."""
+    before = column[slots]
+    if once:
+        column[slots] = before + 1
+        return slots[before == 0] if any_of(before) else slots
+    np.add.at(column, slots, 1)
+    return np.unique(slots[before == 0])
+
+
+def _subtract(column: I32, slots: I64, least: I32 | None, once: bool, what: str) -> I64:
+    """Takes one away per mention, not below `least`; returns the distinct slots that are at zero now."""
+    before = column[slots]
+    if once:
+        after = before - 1
+    else:
+        np.subtract.at(column, slots, 1)
+        after = column[slots]
+    short = after < (0 if least is None else least[slots])
+    if any_of(short):
+        column[slots] = before
+        bad = slots[short.nonzero()[0][0]]
+        raise InternalError(f"residency: slot {bad} was {what}")
+    if once:
+        column[slots] = after
+        return slots[after == 0] if any_of(after) else slots
+    return np.unique(slots[after == 0])

@@ -20,7 +20,7 @@ from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState, TierState
 from kvstrata.layout.planner import Decision
 from kvstrata.layout.spans import NOTHING
-from kvstrata.types import I8, I32, I64, OffloadKey, Presence, ProbeDone
+from kvstrata.types import I8, I64, OffloadKey, Presence, ProbeDone
 
 STEP = 1024
 """Keys of a full-attention group that are looked at before checking for the first absent one."""
@@ -119,14 +119,14 @@ class PresenceBook:
         """Fill `known[part]` and `source[part]`; True if a synchronous tier did not know yet."""
         keys = request.keys[group][part]
         self._core.counters.keys_gathered += len(keys)
-        missing = np.flatnonzero(self._core.residency.find(keys) < 0).astype(np.int32)
+        missing = np.flatnonzero(self._core.residency.find(keys) < 0)
         view, source_view = known[part], source[part]
         view[:] = Presence.PRESENT
         view[missing] = Presence.ABSENT
         self._blank_unloadable(request, keys, view)
         absent = request.failed | request.unloadable if request.unloadable else request.failed
         if absent:
-            missing = np.array([i for i in missing.tolist() if keys[i] not in absent], np.int32)
+            missing = np.array([i for i in missing.tolist() if keys[i] not in absent], np.int64)
         if not len(missing):
             return False
         must_retry = False
@@ -152,7 +152,7 @@ class PresenceBook:
         return must_retry
 
     def _answers(
-        self, request: Request, tier: TierState, group: int, start: int, keys: Sequence[OffloadKey], missing: I32
+        self, request: Request, tier: TierState, group: int, start: int, keys: Sequence[OffloadKey], missing: I64
     ) -> I8:
         """What one tier says of `keys[missing]`: asked on the spot, or what its probes have said so far."""
         if not tier.port.capabilities.sync_probe:
@@ -168,7 +168,7 @@ class PresenceBook:
             return np.zeros(len(missing), np.int8)
         return np.array(answers, np.int8)
 
-    def _count(self, request: Request, tier: TierState, group: int, index: I64 | I32) -> None:
+    def _count(self, request: Request, tier: TierState, group: int, index: I64) -> None:
         """Count each (request, key, tier) once: keys are asked in order, so a mark per group is enough."""
         marks = request.asked.setdefault(tier.index, [0] * len(request.keys))
         fresh = index[index >= marks[group]]

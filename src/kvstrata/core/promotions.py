@@ -6,22 +6,19 @@ that reads it. Its waiters, in order, are kept here; they hold the slot.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from kvstrata.core.arrays import NO_SLOTS, count_of, slot_array, where
 from kvstrata.core.ledger import Job
 from kvstrata.core.messages import CancelJob, EventKind, SubmitLoad
 from kvstrata.core.requests import Request
 from kvstrata.core.slots import RESERVED
 from kvstrata.core.state import PRIMARY, Batch, CoreState, TierState
 from kvstrata.core.statistics import PromotionTag
-from kvstrata.types import I32, FailCause, JobKind, TierJob
-
-
-def slot_array(slots: Iterable[int]) -> I32:
-    """Slot numbers as the array that residency works on."""
-    return np.array(list(slots), np.int32)
+from kvstrata.core.waiters import Waiters
+from kvstrata.types import I64, FailCause, JobKind, TierJob
 
 
 class Promotions:
@@ -32,57 +29,48 @@ class Promotions:
         self._batches = 0
         self._queued: dict[int, tuple[TierState, Batch]] = {}
         """Batches that still stand in a tier's queue, by id."""
-        self._unsent: dict[tuple[int, Request], Batch] = {}
-        """Batches of the per-key door that are still being collected in this step."""
-        self.waiters: dict[int, tuple[Request, ...]] = {}
-        """Requests that wait for a reserved slot, oldest first. Slots of stores have waiters too.
+        self._unsent: dict[tuple[int, Request], tuple[Batch, list[int]]] = {}
+        """Batches of the per-key door that are still being collected in this step, with their slots so far."""
+        self.waiters = Waiters(core.residency.table)
+        """Who waits for a reserved slot, and holds it. Slots of stores have waiters too."""
 
-        The slots of one request share one tuple: no object per chunk.
-        """
-
-    # -- who waits
-
-    def join(self, request: Request, slots: Iterable[int]) -> None:
-        """`request` waits for these reserved slots; it holds them already."""
-        for slot in slots:
-            self.waiters[slot] = (*self.waiters.get(slot, ()), request)
-
-    def start(self, request: Request, tier: int, slots: I32) -> None:
+    def start(self, request: Request, tier: int, slots: I64) -> None:
         """Queue freshly reserved slots, in token order, to be read from `tier` for `request`."""
         self._core.account.started(slots)
-        numbers = slots.tolist()
-        self._core.tiers[tier].queue.append(self._batch(request, self._core.tiers[tier], numbers))
-        self.waiters.update(dict.fromkeys(numbers, (request,)))
+        self._core.tiers[tier].queue.append(self._batch(request, self._core.tiers[tier], slots))
+        self.waiters.join(request, slots)
 
-    def _batch(self, request: Request, tier: TierState, slots: Sequence[int]) -> Batch:
+    def _batch(self, request: Request, tier: TierState, slots: I64) -> Batch:
         self._batches += 1
-        batch = Batch(self._batches, request, list(slots))
+        batch = Batch(self._batches, request, slots)
         self._queued[batch.batch_id] = (tier, batch)
         self._core.pump = True
-        self._core.residency.job[list(slots)] = -self._batches
+        self._core.residency.job[slots] = -self._batches
         return batch
 
     def collect(self, request: Request, tier: TierState, slot: int) -> None:
         """The same for one slot of the per-key door; `send` hands the step's batches over, one per (tier, request)."""
-        self._core.account.started(slot_array([slot]))
+        slots = slot_array([slot])
+        self._core.account.started(slots)
         self._gather(request, tier, slot)
-        self.join(request, [slot])
+        self.waiters.join(request, slots)
 
     def _gather(self, request: Request, tier: TierState, slot: int) -> None:
-        batch = self._unsent.get((tier.index, request))
+        batch, slots = self._unsent.get((tier.index, request), (None, []))
         if batch is None:
-            self._unsent[(tier.index, request)] = self._batch(request, tier, [slot])
-        else:
-            batch.slots.append(slot)
-            self._core.residency.job[slot] = -batch.batch_id
+            batch = self._batch(request, tier, NO_SLOTS)
+            self._unsent[(tier.index, request)] = batch, slots
+        slots.append(slot)
+        self._core.residency.job[slot] = -batch.batch_id
 
     def send(self) -> None:
         """The step is over: what was collected takes its place in the queues."""
-        for (tier, _), batch in self._unsent.items():
+        for (tier, _), (batch, slots) in self._unsent.items():
+            batch.slots = slot_array(slots)
             self._core.tiers[tier].queue.append(batch)
         self._unsent.clear()
 
-    def leave(self, request: Request, slots: I32, tag: PromotionTag) -> None:
+    def leave(self, request: Request, slots: I64, tag: PromotionTag) -> None:
         """`request` lets go of slots it holds, for the reason `tag`. What nobody waits for any more is given up.
 
         A queued promotion passes to the oldest remaining waiter whose options admit its tier. One that is being read
@@ -92,27 +80,20 @@ class Promotions:
         residency.unhold(slots)
         self._core.account.released(slots, tag)
         self._core.room = True
-        reserved = slots[residency.state[slots] == RESERVED]
-        orphans: list[int] = []
-        for slot in reserved.tolist():
-            waiting = self.waiters.get(slot)
-            if waiting is None:
-                continue
-            others = tuple(other for other in waiting if other is not request)
-            if others:
-                self.waiters[slot] = others
-            else:
-                del self.waiters[slot]
-                orphans.append(slot)
-        self._pass_on(request, [s for s in reserved.tolist() if s in self.waiters])
-        self._give_up(orphans, tag)
+        states = residency.state[slots]
+        if count_of(states, RESERVED):
+            reserved = slots[states == RESERVED]
+            orphans = self.waiters.leave(request, reserved)
+            self._pass_on(request, self.waiters.waited_for(reserved).tolist())
+            self._give_up(orphans, tag)
         self._close(request)
 
     def _close(self, request: Request) -> None:
         """What was given up of this step's batches may be reserved again: further slots go into new batches."""
         for tier in self._core.tiers if self._unsent else ():
-            batch = self._unsent.pop((tier.index, request), None)
+            batch, slots = self._unsent.pop((tier.index, request), (None, []))
             if batch is not None:
+                batch.slots = slot_array(slots)
                 tier.queue.append(batch)
 
     def _pass_on(self, owner: Request, slots: Sequence[int]) -> None:
@@ -122,16 +103,16 @@ class Promotions:
             tier, batch = self._source(slot)
             if tier is None:
                 continue
-            heir = next((r for r in self.waiters[slot] if r.admits(tier.port)), None)
+            heir = next((r for r in self.waiters.of(slot) if r.admits(tier.port)), None)
             if heir is None:
                 self._refuse(slot)
-            elif batch is not None and batch is self._unsent.get((tier.index, owner)):
+            elif batch is not None and batch is self._unsent.get((tier.index, owner), (None, []))[0]:
                 self._gather(heir, tier, slot)
             elif batch is not None and batch.request is owner:
                 heirs.setdefault((tier.index, heir), []).append(slot)
         for (tier_index, heir), inherited in heirs.items():
             tier = self._core.tiers[tier_index]
-            tier.queue.append(self._batch(heir, tier, inherited))
+            tier.queue.append(self._batch(heir, tier, slot_array(inherited)))
 
     def _source(self, slot: int) -> tuple[TierState | None, Batch | None]:
         """The tier that a reserved slot is read from, None for a store; and the batch, if it is still queued."""
@@ -146,16 +127,22 @@ class Promotions:
         del self._queued[batch.batch_id]
         return batch
 
+    def _rest(self, tier: TierState) -> I64:
+        """Takes the first batch out of the queue; returns its slots that are still queued."""
+        batch = self._pop(tier)
+        return batch.slots[self._live(batch)]
+
     def _refuse(self, slot: int) -> None:
         """No remaining waiter may read the slot's tier: it fails for them."""
         slots = slot_array([slot])
         self._core.residency.tag[slots] = PromotionTag.CANCELLED
         self.fail_waiters(slots)
-        self._give_up([slot], PromotionTag.CANCELLED)
+        self._give_up(slots, PromotionTag.CANCELLED)
 
-    def _give_up(self, slots: Sequence[int], tag: PromotionTag) -> None:
+    def _give_up(self, orphans: I64, tag: PromotionTag) -> None:
         """Reserved slots without a waiter: free the queued ones, cancel those being read where the reason asks it."""
-        orphans = slot_array(slots)
+        if not len(orphans):
+            return
         at = self._core.residency.job[orphans]
         if (queued := orphans[at < 0]).size:
             self._core.account.dropped(queued)
@@ -166,20 +153,20 @@ class Promotions:
                 if job is not None and job.kind is JobKind.PROMOTE:
                     self._cancel(job, orphans[at == job_id])
 
-    def _release(self, queued: I32) -> None:
+    def _release(self, queued: I64) -> None:
         """Slots that no tier was told about go back, and leave their batch."""
         self._core.residency.job[queued] = 0
         self._core.residency.release(queued)
 
-    def _cancel(self, job: Job, slots: I32) -> None:
+    def _cancel(self, job: Job, slots: I64) -> None:
         """Nobody wants what is being read into these slots: quarantine them until the job has ended."""
         self._core.account.dropped(slots)
         self._quarantine(job, slots)
-        if not job.cancelled and set(job.slots[sorted(job.open)].tolist()) <= set(job.quarantined):
+        if not job.cancelled and set(job.slots[job.still_open()].tolist()) <= set(job.quarantined):
             job.cancelled = True
             self._core.commands.append(CancelJob(job.tier, job.job_id))
 
-    def _quarantine(self, job: Job, slots: I32) -> None:
+    def _quarantine(self, job: Job, slots: I64) -> None:
         self._core.residency.quarantine(slots)
         job.quarantined.extend(slots.tolist())
 
@@ -194,63 +181,68 @@ class Promotions:
     def _hand_over(self, tier: TierState) -> bool:
         """One job from the head of the tier's queue; False if nothing can be handed over now."""
         batch = tier.queue[0]
-        queued = self._live(batch)
-        if not queued:
+        places = self._live(batch)
+        if not len(places):
             self._pop(tier)
             return True
         if not self._core.readable(tier):
             return False
-        slots = self._admit(tier, queued)
-        if not slots:
+        slots = self._admit(tier, batch.slots[places])
+        if not len(slots):
             return False
-        batch.at = batch.slots.index(slots[-1], batch.at) + 1
+        batch.at = int(places[len(slots) - 1]) + 1
         core = self._core
-        array = slot_array(slots)
-        keys = core.residency.keys_of(array)
+        keys = core.residency.keys_of(slots)
         job = core.ledger.accept(
-            JobKind.PROMOTE, core.generation, array, keys, batch.request.request_id, core.now, tier=tier.index
+            JobKind.PROMOTE, core.generation, slots, keys, batch.request.request_id, core.now, tier=tier.index
         )
-        core.residency.job[array] = job.job_id
-        tier.inflight += core.byte_size(array)
+        core.residency.job[slots] = job.job_id
+        size = core.byte_size(slots)
+        tier.inflight += size
         tier.loads_out += 1
         tier.reads.asked()
         tier.counters.promoted += len(slots)
-        tier.counters.promoted_bytes += core.byte_size(array)
-        offsets, lengths = core.ranges_of(array)
+        tier.counters.promoted_bytes += size
+        offsets, lengths = core.ranges_of(slots)
         core.commands.append(SubmitLoad(tier.index, TierJob(job.job_id, keys, offsets.tolist(), lengths.tolist())))
         return True
 
-    def _live(self, batch: Batch) -> list[int]:
-        """What is still queued of a batch: not given up, not inherited by another batch."""
-        rest = batch.slots[batch.at :]
-        mine = self._core.residency.job[rest] == -batch.batch_id if rest else ()
-        return [slot for slot, still in zip(rest, mine, strict=True) if still]
+    def _live(self, batch: Batch) -> I64:
+        """Places in the batch of what is still queued: not given up, not inherited by another batch."""
+        mine = self._core.residency.job[batch.slots[batch.at :]] == -batch.batch_id
+        return where(mine) + batch.at
 
-    def _admit(self, tier: TierState, queued: list[int]) -> list[int]:
+    def _admit(self, tier: TierState, queued: I64) -> I64:
         """The leading part of `queued` that fits under the in-flight share of one tier; at least one chunk when idle.
 
         A small remainder waits until a quarter of the share is free, so that paced reads stay large.
         """
         if tier.reads.is_trial or tier.overdue_jobs:
             return queued[:1]
-        limit = self._core.inflight_limit
+        core = self._core
         queued = queued[: tier.port.capabilities.max_batch]
-        ends = np.cumsum(self._core.residency.length[queued])
-        fit = int(np.searchsorted(ends, limit - tier.inflight, side="right"))
-        if tier.inflight and fit < len(queued) and (fit == 0 or ends[fit - 1] < limit // 4):
-            return []
+        if core.byte_size(queued) <= core.inflight_limit - tier.inflight:
+            return queued
+        ends = np.cumsum(core.residency.length[queued])
+        fit = int(np.searchsorted(ends, core.inflight_limit - tier.inflight, side="right"))
+        if tier.inflight and fit < len(queued) and (fit == 0 or ends[fit - 1] < core.inflight_limit // 4):
+            return NO_SLOTS
         return queued[: max(fit, 0 if tier.inflight else 1)]
 
     def queued_slots(self) -> list[int]:
         """All slots that wait for their turn."""
-        return [slot for _, batch in self._queued.values() for slot in self._live(batch)]
+        collecting = [slot for batch, slots in self._unsent.values() for slot in slots
+                      if self._core.residency.job[slot] == -batch.batch_id]  # fmt: skip
+        return collecting + [
+            slot for _, batch in self._queued.values() for slot in batch.slots[self._live(batch)].tolist()
+        ]
 
     # -- outcomes
 
-    def landed(self, job: Job, index: Sequence[int]) -> None:
+    def landed(self, job: Job, index: I64) -> None:
         """The bytes of these keys of a promotion are in primary and verified."""
         residency, tier = self._core.residency, self._core.tiers[job.tier]
-        slots = job.slots[list(index)]
+        slots = job.slots_at(index)
         tier.inflight -= self._core.byte_size(slots)
         tier.reads.success()
         wanted = slots[(residency.job[slots] == job.job_id) & (residency.state[slots] == RESERVED)]
@@ -259,7 +251,7 @@ class Promotions:
             tier.counters.landed += len(wanted)
             self.publish(wanted)
 
-    def publish(self, slots: I32, anchor: int = -1) -> None:
+    def publish(self, slots: I64, anchor: int = -1) -> None:
         """Reserved slots, in chain order, become readable; their waiters are told."""
         residency = self._core.residency
         residency.job[slots] = 0
@@ -267,15 +259,14 @@ class Promotions:
         self._core.room = True
         if self._core.events_on:
             self._core.emit(EventKind.STORED, PRIMARY, residency.keys_of(slots))
-        for slot in slots.tolist():
-            for request in self.waiters.pop(slot, ()):
-                self._one_landed(request)
+        for waiting, part in self.waiters.take(slots):
+            for request in waiting:
+                self._have_landed(request, len(part))
 
-    def _one_landed(self, request: Request) -> None:
-        now = self._core.now
-        request.pending -= 1
+    def _have_landed(self, request: Request, chunks: int) -> None:
+        request.pending -= chunks
         if request.clock is not None:
-            request.clock.progress(now)
+            request.clock.progress(self._core.now)
         if request.pending == 0:
             self._core.dirty[request] = None
 
@@ -305,21 +296,21 @@ class Promotions:
         elif any(cause is not FailCause.CANCELLED for _, cause in failures):
             tier.reads.success()
 
-    def fail_waiters(self, slots: I32, tier: TierState | None = None, gone: Collection[int] = ()) -> None:
+    def fail_waiters(self, slots: I64, tier: TierState | None = None, gone: Collection[int] = ()) -> None:
         """The chunks of these reserved slots will not come: they are absent for everybody who waits for them.
 
         `tier` is the one that failed to deliver them, if one was asked. It simply lacks what is in `gone`: for whom
         that was an assumption, another tier may still have it.
         """
         residency = self._core.residency
-        for slot in slots.tolist():
-            key = residency.key_of(slot)
-            for request in self.waiters.pop(slot, ()):
-                residency.unhold(slot_array([slot]))
-                request.forget(slot)
-                request.pending -= 1
+        for waiting, part in self.waiters.take(slots):
+            keys = residency.keys_of(part)
+            for request in waiting:
+                residency.unhold(part)
+                request.forget(part)
+                request.pending -= len(part)
                 request.round_failed = True
-                if key is not None:
+                for slot, key in zip(part.tolist(), keys, strict=True):
                     group = int(residency.group[slot])
                     if tier is None or slot not in gone or not request.mistaken(tier.index, group, key):
                         request.failed.add(key)
@@ -342,8 +333,8 @@ class Promotions:
     def overdue(self, job: Job) -> None:
         """A bound of the job has passed: let its requests go, keep its slots out of use until it has ended."""
         tier = self._core.tiers[job.tier]
-        failures = [(i, FailCause.TIMEOUT) for i in sorted(job.open)]
-        job.open.clear()
+        failures = [(i, FailCause.TIMEOUT) for i in job.still_open().tolist()]
+        job.open[:] = False
         self.failed(job, failures)
         tier.overdue_jobs += 1
         tier.overdue += self._core.byte_size(slot_array(job.quarantined))
@@ -353,7 +344,7 @@ class Promotions:
     def fail_queue(self, tier: TierState) -> None:
         """The tier is not asked any more (its breaker opened): what is queued for it fails now, not later."""
         while tier.queue:
-            queued = slot_array(self._live(self._pop(tier)))
+            queued = self._rest(tier)
             if len(queued):
                 self._core.account.failed(queued)
                 self.fail_waiters(queued)
@@ -365,7 +356,7 @@ class Promotions:
         self.send()
         for tier in core.tiers:
             while tier.queue:
-                queued = slot_array(self._live(self._pop(tier)))
+                queued = self._rest(tier)
                 core.residency.tag[queued] = PromotionTag.CANCELLED
                 core.account.dropped(queued)
                 self._release(queued)

@@ -11,7 +11,7 @@ import numpy as np
 from kvstrata.core.clocks import WaitClock
 from kvstrata.core.messages import AnswerCause, RequestContext, RequestOptions, TierPort
 from kvstrata.errors import InternalError, StateError
-from kvstrata.types import I8, I32, LookupResult, OffloadKey, Presence
+from kvstrata.types import I8, I64, LookupResult, OffloadKey, Presence
 
 
 class RequestState(enum.Enum):
@@ -57,7 +57,7 @@ class Door(enum.Enum):
     PER_KEY = "per_key"
 
 
-_NO_SLOTS: I32 = np.empty(0, np.int32)
+_NO_SLOTS: I64 = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class Request:
     ranges: tuple[tuple[int, int], ...] = ()
     sources: list[I8] = field(default_factory=list)
     """Per group, for the chunks of `ranges`: the tier that has it, or -1 for primary."""
-    slots: list[I32] = field(default_factory=list)
+    slots: list[I64] = field(default_factory=list)
     """Per group, for the chunks of `ranges`: the slots held; empty while nothing is held."""
     key_slots: dict[int, None] = field(default_factory=dict)
     """Slots held through the per-key door."""
@@ -159,16 +159,17 @@ class Request:
         )
 
     @property
-    def held(self) -> I32:
+    def held(self) -> I64:
         """All slots that this request holds."""
         if self.door is Door.PER_KEY:
-            return np.array(list(self.key_slots), np.int32)
+            return np.array(list(self.key_slots), np.int64)
         return np.concatenate(self.slots) if self.slots else _NO_SLOTS
 
-    def forget(self, slot: int) -> None:
-        """The slot is not held any more."""
-        self.key_slots.pop(slot, None)
-        self.slots = [held[held != slot] for held in self.slots]
+    def forget(self, slots: I64) -> None:
+        """These slots are not held any more."""
+        for slot in slots.tolist() if self.key_slots else ():
+            self.key_slots.pop(slot, None)
+        self.slots = [held[~np.isin(held, slots)] for held in self.slots]
 
     def mistaken(self, tier: int, group: int, key: OffloadKey) -> bool:
         """The tier lacks a chunk of the plan; if it was only assumed to have it, note that and return True."""

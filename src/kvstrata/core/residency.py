@@ -29,7 +29,7 @@ __all__ = ["Residency", "ResidencyStatistics", "SlotState"]
 Slots = Sequence[int] | I32 | I64
 
 
-def _ignore(slots: I32, keys: Sequence[OffloadKey]) -> None:
+def _ignore(slots: I64, keys: Sequence[OffloadKey]) -> None:
     """Nobody listens to evictions."""
 
 
@@ -82,7 +82,7 @@ class Residency:
         self._pins = Pins(self.table, self._tightened, self._loosened)
         self._placement = Placement(self.table, self.policies, self._drop)
         self._evicted_now: list[OffloadKey] = []
-        self.on_evict: Callable[[I32, Sequence[OffloadKey]], None] = _ignore
+        self.on_evict: Callable[[I64, Sequence[OffloadKey]], None] = _ignore
         """Told of evicted slots, with their keys, while their columns still stand."""
         self._published = 0
         self._evicted = 0
@@ -124,7 +124,7 @@ class Residency:
 
     # Keys.
 
-    def find(self, keys: Sequence[OffloadKey]) -> I32:
+    def find(self, keys: Sequence[OffloadKey]) -> I64:
         """The slot of each key, reserved or ready; -1 where there is none."""
         return self.index.find(keys)
 
@@ -186,7 +186,7 @@ class Residency:
 
     def reserve(
         self, keys: Sequence[OffloadKey], groups: Sequence[int] | I32 | I64, *, keep: Slots = ()
-    ) -> tuple[I32, list[OffloadKey]] | None:
+    ) -> tuple[I64, list[OffloadKey]] | None:
         """Takes a slot for every chunk, evicting what is coldest, or takes and evicts nothing and returns None.
 
         `keys` are distinct and neither reserved nor ready; `groups[i]` is the group of `keys[i]`. `keep` are slots
@@ -194,7 +194,7 @@ class Residency:
         possible, and the keys that were evicted.
         """
         if not len(keys):
-            return np.zeros(0, dtype=np.int32), []
+            return np.zeros(0, dtype=np.int64), []
         of_group = np.asarray(groups, dtype=np.int64)
         self._check_new(keys, of_group)
         needs, kinds = self._needs(of_group)
@@ -214,7 +214,7 @@ class Residency:
                 slots[kinds == kind] = part
         self._enter(keys, slots, of_group)
         evicted, self._evicted_now = self._evicted_now, []
-        return slots.astype(np.int32), evicted
+        return slots, evicted
 
     def _check_new(self, keys: Sequence[OffloadKey], groups: I64) -> None:
         if len(groups) != len(keys):
@@ -339,7 +339,7 @@ class Residency:
         self.table.hidden[slots] = False
         self.resident_bytes -= self.table.bytes_of(slots)
         self._evicted += len(numbers)
-        self.on_evict(slots.astype(np.int32), self.index.keys_of(numbers))
+        self.on_evict(slots, self.index.keys_of(numbers))
         self._evicted_now += self.index.forget(numbers)
 
     def _retire(self, ready: I64) -> None:

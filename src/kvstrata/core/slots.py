@@ -42,6 +42,7 @@ _ROW_COLUMNS = {
     "length": np.int64,
     "job": np.int64,
     "tag": np.int8,
+    "crowd": np.int32,
     "hidden": np.bool_,
 }
 _PAGE_COLUMNS = {"page_class": np.int16, "page_row": np.int32, "page_used": np.int32, "page_stuck": np.int32}
@@ -61,6 +62,7 @@ class SlotTable:
     length: I64
     job: I64
     tag: npt.NDArray[np.int8]
+    crowd: I32
     hidden: npt.NDArray[np.bool_]
     page_class: npt.NDArray[np.int16]
     page_row: I32

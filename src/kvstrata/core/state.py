@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstrata.core.arrays import count_of
 from kvstrata.core.breakers import Breaker, BreakerState
 from kvstrata.core.galloping import gallops
 from kvstrata.core.ledger import Ledger
@@ -22,7 +23,7 @@ from kvstrata.core.slots import QUARANTINED
 from kvstrata.core.statistics import Counters, PromotionAccount, TierCounters
 from kvstrata.core.verdicts import Verdicts
 from kvstrata.layout.groups import Layout
-from kvstrata.types import I32, I64, OffloadKey
+from kvstrata.types import I64, OffloadKey
 
 PRIMARY = "primary"
 MAX_EVENTS = 1_000_000
@@ -35,7 +36,7 @@ class Batch:
 
     batch_id: int
     request: Request
-    slots: list[int]
+    slots: I64
     at: int = 0
 
 
@@ -159,17 +160,19 @@ class CoreState:
         """Bytes that tiers with overdue jobs are being tried with: they may become overdue too."""
         return sum(tier.inflight for tier in self.tiers if tier.overdue_jobs)
 
-    def byte_size(self, slots: I32) -> int:
+    def byte_size(self, slots: I64) -> int:
         """Payload bytes of these slots."""
-        return int(self.residency.length[slots].sum())
+        return self.residency.table.bytes_of(slots)
 
-    def unpin(self, slots: I32) -> None:
+    def unpin(self, slots: I64) -> None:
         """A job lets go of slots; one that a reset put into quarantine is returned when its last pin is gone."""
         residency = self.residency
         residency.unpin(slots)
-        free = slots[(residency.state[slots] == QUARANTINED) & (residency.pins[slots] == 0)]
-        if len(free):
-            residency.requite(free)
+        states = residency.state[slots]
+        if count_of(states, QUARANTINED):
+            free = slots[(states == QUARANTINED) & (residency.pins[slots] == 0)]
+            if len(free):
+                residency.requite(free)
         self.room = True
 
     def emit(self, kind: EventKind, place: str, keys: Sequence[OffloadKey]) -> None:
@@ -180,6 +183,6 @@ class CoreState:
                 self.events.popleft()
                 self.counters.events_dropped += 1
 
-    def ranges_of(self, slots: I32) -> tuple[I64, I64]:
+    def ranges_of(self, slots: I64) -> tuple[I64, I64]:
         """Offsets and lengths in primary of these slots."""
         return self.residency.offset[slots], self.residency.length[slots]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvstrata.core.residency import Residency
-from kvstrata.types import I32, FailCause
+from kvstrata.types import I64, FailCause
 
 
 class PromotionTag(enum.IntEnum):
@@ -116,7 +116,7 @@ class PromotionAccount:
         self._counters = counters
         self._residency = residency
 
-    def started(self, slots: I32) -> int:
+    def started(self, slots: I64) -> int:
         """Promotions into these reserved slots begin; returns their bytes."""
         self._residency.tag[slots] = PromotionTag.OPEN
         size = int(self._residency.length[slots].sum())
@@ -125,7 +125,7 @@ class PromotionAccount:
         self._counters.promoted_bytes += size
         return size
 
-    def consumed(self, slots: I32) -> None:
+    def consumed(self, slots: I64) -> None:
         """A load uses these slots."""
         promoted = slots[self._residency.tag[slots] != PromotionTag.NONE]
         if len(promoted):
@@ -134,20 +134,20 @@ class PromotionAccount:
             self._counters.promotions_open -= len(promoted)
             self._residency.tag[promoted] = PromotionTag.NONE
 
-    def released(self, slots: I32, tag: PromotionTag) -> None:
+    def released(self, slots: I64, tag: PromotionTag) -> None:
         """A request let go of these slots; what nobody else holds is now unused for that reason."""
         tags, holds = self._residency.tag, self._residency.holds
         idle = slots[(tags[slots] == PromotionTag.OPEN) & (holds[slots] == 0)]
         tags[idle] = tag
 
-    def failed(self, slots: I32) -> None:
+    def failed(self, slots: I64) -> None:
         """The bytes did not come."""
         promoted = slots[self._residency.tag[slots] != PromotionTag.NONE]
         self._counters.failed += len(promoted)
         self._counters.promotions_open -= len(promoted)
         self._residency.tag[promoted] = PromotionTag.NONE
 
-    def dropped(self, slots: I32) -> None:
+    def dropped(self, slots: I64) -> None:
         """These slots lose their content (evicted, cancelled, reset): their class is final."""
         tags = self._residency.tag[slots]
         counts = np.bincount(tags, minlength=len(PromotionTag))

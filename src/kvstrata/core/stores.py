@@ -13,7 +13,7 @@ from kvstrata.core.promotions import Promotions
 from kvstrata.core.requests import Request
 from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState
-from kvstrata.types import I32, JobKind, OffloadKey, key_group
+from kvstrata.types import I64, JobKind, OffloadKey, key_group
 
 
 class Stores:
@@ -56,7 +56,7 @@ class Stores:
         offsets, lengths = core.ranges_of(slots)
         return StorePlan(job.job_id, request.request_id, chunks, slots, offsets, lengths, keys)
 
-    def _claim(self, request: Request, keys: Sequence[OffloadKey], found: I32) -> None:
+    def _claim(self, request: Request, keys: Sequence[OffloadKey], found: I64) -> None:
         """What others have stored, or are storing, for fewer tiers goes to the rest of this request's."""
         residency, admit = self._core.residency, request.options.store_tiers
         ready = []
@@ -69,7 +69,7 @@ class Stores:
                     job.claims.append((key, admit))
         self._cascades.claim(ready, admit)
 
-    def _reserve(self, keys: Sequence[OffloadKey], groups: Sequence[int]) -> I32 | None:
+    def _reserve(self, keys: Sequence[OffloadKey], groups: Sequence[int]) -> I64 | None:
         """The longest leading part that can be placed; None if not even one chunk can."""
         residency = self._core.residency
         whole = residency.reserve(keys, groups)
@@ -95,7 +95,7 @@ class Stores:
         core.ledger.end(job)
         core.room = True
         if job.quarantined:
-            core.residency.requite(np.array(job.quarantined, np.int32))
+            core.residency.requite(np.array(job.quarantined, np.int64))
             core.counters.late += len(job.slots)
         elif job.ok:
             self._publish(job, digests or {})
@@ -109,7 +109,7 @@ class Stores:
         core.counters.stored += len(job.slots)
         core.counters.stored_bytes += core.byte_size(job.slots)
         request = core.requests.get(job.request_id)
-        groups = np.array([key_group(key) for key in job.keys], np.int32)
+        groups = np.array([key_group(key) for key in job.keys], np.int64)
         for group in np.unique(groups).tolist():
             chain = job.slots[groups == group]
             anchor = -1 if request is None else self._anchor(request, group)

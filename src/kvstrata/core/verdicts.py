@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvstrata.types import I8, I32, FailCause, OffloadKey, Presence
+from kvstrata.types import I8, I64, FailCause, OffloadKey, Presence
 
 
 class Verdicts:
@@ -55,7 +55,7 @@ class Verdicts:
         kept = self._kept.get((tier, key))
         return kept is not None and now < kept[0]
 
-    def mask(self, tier: int, keys: Sequence[OffloadKey], index: I32, answers: I8, now: float) -> None:
+    def mask(self, tier: int, keys: Sequence[OffloadKey], index: I64, answers: I8, now: float) -> None:
         """Set `answers[i]` to ABSENT where the verdict on `keys[index[i]]` still stands."""
         if self._kept:
             for i, k in enumerate(index.tolist()):

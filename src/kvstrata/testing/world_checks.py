@@ -13,7 +13,7 @@ from kvstrata.core.state import PRIMARY
 from kvstrata.testing.oracle import fits, oracle
 from kvstrata.testing.scripted import ScriptedTier
 from kvstrata.testing.world import EngineRequest, RankLoad, World
-from kvstrata.types import I32, LookupResult, OffloadKey
+from kvstrata.types import I64, LookupResult, OffloadKey
 
 SLACK = 1e-6
 
@@ -36,7 +36,7 @@ class Checks:
 
     # -- while a call runs
 
-    def _start(self, request: Request, tier: int, slots: I32) -> None:
+    def _start(self, request: Request, tier: int, slots: I64) -> None:
         """Promotions start: exactly what the plan needs, from a tier that the request admits, in the order of turns."""
         name = request.request_id
         head = self.world.manager._grants.head
