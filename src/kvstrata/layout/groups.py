@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from kvstrata.errors import ConfigError
 from kvstrata.layout.kinds.base import NEVER, Kind, require_count
@@ -112,15 +110,22 @@ class Layout:
 
         The caller guarantees 0 <= computed < boundary, and that every group can stop there.
         """
-        pairs = (self.needed(g, np.array([boundary], dtype=np.int64), computed) for g in range(len(self.groups)))
-        return tuple((int(lo[0]), int(hi[0])) for lo, hi in pairs)
+        ranges = []
+        for group, tokens in zip(self.groups, self.tokens_per_chunk, strict=True):
+            lo, hi = group.kind.consumed_at(boundary, computed, tokens)
+            ranges.append((lo, hi + group.drafter))
+        return tuple(ranges)
 
     def consumed_ranges(self, boundary: int, computed: int) -> tuple[Range, ...]:
         """Per group the chunks [lo, hi) that `boundary` consumes, (0, 0) for none; duties as `needed_ranges`."""
-        ranges = []
-        for group, (lo, hi) in zip(self.groups, self.needed_ranges(boundary, computed), strict=True):
-            ranges.append((lo, hi - group.drafter) if lo < hi - group.drafter else (0, 0))
-        return tuple(ranges)
+        return self.loaded_part(self.needed_ranges(boundary, computed))
+
+    def loaded_part(self, needed: Sequence[Range]) -> tuple[Range, ...]:
+        """Of what a boundary needs, what it consumes: not a drafter's next chunk."""
+        return tuple(
+            (lo, hi - group.drafter) if lo < hi - group.drafter else (0, 0)
+            for group, (lo, hi) in zip(self.groups, needed, strict=True)
+        )
 
     def needed(self, g: int, boundaries: I64, computed: int) -> tuple[I64, I64]:
         """`Kind.consumed` of group g, with a drafter's next chunk."""

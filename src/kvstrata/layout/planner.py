@@ -13,8 +13,9 @@ answer bounds what the other groups are asked about at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from kvstrata.layout import explain
 from kvstrata.layout.groups import Layout, Range
@@ -31,17 +32,22 @@ class Decision:
     chunks [lo, hi) to load for group g ((0, 0) for none). Undecided: `boundary` is the computed tokens, `ranges` are
     empty, `possible` is the best boundary that is not refuted, and `probe[g]` names chunks that it needs and that are
     unknown. `passes` counts the array passes of the search: at most one per group and round, and one round unless a
-    byte limit strikes or free boundaries abound. `why` is one sentence for people.
+    byte limit strikes or free boundaries abound.
     """
 
     decided: bool
     boundary: int
     ranges: tuple[Range, ...]
     probe: tuple[I64, ...]
-    why: str
     possible: int
     passes: int
     rounds: int
+    tell: Callable[[], str] = field(repr=False, compare=False)
+
+    @property
+    def why(self) -> str:
+        """One sentence for people; made when it is asked for, from the presence that was given."""
+        return self.tell()
 
     @property
     def chunks(self) -> int:
@@ -70,12 +76,13 @@ def resolve(
     idle = ((0, 0),) * len(layout.groups)
     quiet = (NOTHING,) * len(layout.groups)
     if boundary is None:
-        why = explain.no_hit(search)
-        return Decision(True, computed, idle, quiet, why, computed, search.passes, search.rounds)
-    probe = search.unknown(layout.needed_ranges(boundary, computed))
+        why = partial(explain.no_hit, search)
+        return Decision(True, computed, idle, quiet, computed, search.passes, search.rounds, why)
+    needed = layout.needed_ranges(boundary, computed)
+    probe = search.unknown(needed)
     if probe is not None:
-        why = explain.still_open(search, boundary, probe)
-        return Decision(False, computed, idle, probe, why, boundary, search.passes, search.rounds)
-    loads = layout.consumed_ranges(boundary, computed)
-    why = explain.hit(search, boundary, sum(hi - lo for lo, hi in loads))
-    return Decision(True, boundary, loads, quiet, why, boundary, search.passes, search.rounds)
+        why = partial(explain.still_open, search, boundary, probe)
+        return Decision(False, computed, idle, probe, boundary, search.passes, search.rounds, why)
+    loads = layout.loaded_part(needed)
+    why = partial(explain.hit, search, boundary, sum(hi - lo for lo, hi in loads))
+    return Decision(True, boundary, loads, quiet, boundary, search.passes, search.rounds, why)

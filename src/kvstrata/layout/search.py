@@ -18,6 +18,9 @@ _POINTS = 1 << 18  # most boundaries, free of charge for a chunked local group, 
 _CANDIDATES = 1 << 12  # boundaries looked at in the first round under a byte limit; doubles up to _POINTS
 
 
+_ABSENT, _UNKNOWN = int(Presence.ABSENT), int(Presence.UNKNOWN)
+
+
 @dataclass(slots=True)
 class Cut:
     """Who lowered the best boundary last: `group` (None: the byte limit), and what it was before."""
@@ -52,6 +55,9 @@ class Search:
         upper = self._upper()
         if self.layout.kind_step == 0 or upper <= self.computed:
             return None
+        highest = self._highest(upper)
+        if highest is not None:
+            return highest
         possible = self._usable(one_span(self.computed + 1, upper))
         for g in self.binding:
             if not len(possible):
@@ -60,6 +66,48 @@ class Search:
         if not self.loose:
             return self._pick(possible)
         return self._best_loose(possible)
+
+    def _highest(self, upper: int) -> int | None:
+        """The largest boundary that prefix groups and alignment leave, if all other groups allow it too.
+
+        Nothing above it is possible, so it is the answer, without a search. None: search.
+        """
+        best, cut = self.ceiling(upper)
+        if best <= self.computed or self.byte_limit is not None:
+            return None
+        for flags, (lo, hi) in zip(self.presence, self.layout.needed_ranges(best, self.computed), strict=True):
+            if lo < hi and (hi > len(flags) or _ABSENT in flags[lo:hi].tobytes()):
+                return None
+        self.passes, self.cut = len(self.layout.groups), cut
+        return best
+
+    def ceiling(self, upper: int) -> tuple[int, Cut | None]:
+        """The largest boundary, at most `upper`, that prefix groups and alignment leave, and who lowered it last.
+
+        The computed tokens if they leave none, or if there is no prefix group that could say.
+        """
+        layout, best = self.layout, self._aligned(upper)
+        cut: Cut | None = None
+        if not layout.groups[layout.order[0]].kind.prefix:
+            return self.computed, None
+        for g in layout.order:
+            group, tokens = layout.groups[g], layout.tokens_per_chunk[g]
+            if not group.kind.prefix:
+                break
+            flags, first = self.presence[g], self.computed // tokens
+            gap = flags[first:].tobytes().find(_ABSENT)
+            whole = len(flags) if gap < 0 else first + gap
+            lowered = self._aligned(min(upper, (whole - group.drafter) * tokens))
+            if lowered < best:
+                best, cut = lowered, Cut(g, best)
+        return max(best, self.computed), cut
+
+    def _aligned(self, ceiling: int) -> int:
+        """The largest boundary at or below `ceiling` by alignment and kinds alone, in a layout with prefix groups."""
+        if self.top_allowed and ceiling == self.top:
+            return ceiling
+        step = self.layout.boundary_step
+        return ceiling // step * step if step else 0
 
     def _best_loose(self, possible: Spans) -> int | None:
         """Add the groups that have free boundaries, window by window from the top to keep memory bounded."""
@@ -207,7 +255,10 @@ class Search:
         """The chunks in `ranges` to probe next, None if all are present."""
         layout = self.layout
         found = []
-        for (lo, hi), flags in zip(ranges, self.presence, strict=True):
+        pairs = list(zip(ranges, self.presence, strict=True))
+        if not any(lo < hi and _UNKNOWN in flags[lo:hi].tobytes() for (lo, hi), flags in pairs):
+            return None
+        for (lo, hi), flags in pairs:
             offsets = np.flatnonzero(np.asarray(flags[lo:hi]) == Presence.UNKNOWN) if lo < hi else NOTHING
             found.append(offsets + lo if len(offsets) else NOTHING)
         first = [g for g in layout.order if layout.groups[g].kind.prefix and len(found[g])]

@@ -74,6 +74,10 @@ class Kind(Protocol):
         """
         ...
 
+    def consumed_at(self, boundary: int, computed: int, tokens_per_chunk: int) -> tuple[int, int]:
+        """`consumed` of one boundary, without an array."""
+        ...
+
     def earliest(self, chunks: I64, computed: int, tokens_per_chunk: int) -> I64:
         """For each chunk c, the smallest T that consumes no chunk before c (`NEVER` if there is none).
 

@@ -49,6 +49,11 @@ class ChunkedLocal:
         first = np.maximum(boundaries // self.chunk_tokens * self.chunk_tokens, computed)
         return np.where(first < boundaries, first // tokens_per_chunk, hi), hi
 
+    def consumed_at(self, boundary: int, computed: int, tokens_per_chunk: int) -> tuple[int, int]:
+        hi = -(-boundary // tokens_per_chunk)
+        first = max(boundary // self.chunk_tokens * self.chunk_tokens, computed)
+        return first // tokens_per_chunk if first < boundary else hi, hi
+
     def earliest(self, chunks: I64, computed: int, tokens_per_chunk: int) -> I64:
         begins = chunks * tokens_per_chunk
         return np.where(begins <= computed, 0, ceil_div(begins, self.chunk_tokens) * self.chunk_tokens)

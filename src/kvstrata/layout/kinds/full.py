@@ -36,6 +36,9 @@ class FullAttention:
         hi = ceil_div(boundaries, tokens_per_chunk)
         return np.full_like(hi, computed // tokens_per_chunk), hi
 
+    def consumed_at(self, boundary: int, computed: int, tokens_per_chunk: int) -> tuple[int, int]:
+        return computed // tokens_per_chunk, -(-boundary // tokens_per_chunk)
+
     def earliest(self, chunks: I64, computed: int, tokens_per_chunk: int) -> I64:
         return np.where(chunks * tokens_per_chunk <= computed, 0, NEVER)
 

@@ -51,6 +51,10 @@ class RecurrentState:
         hi = boundaries // tokens_per_chunk
         return hi - 1, hi
 
+    def consumed_at(self, boundary: int, computed: int, tokens_per_chunk: int) -> tuple[int, int]:
+        hi = boundary // tokens_per_chunk
+        return hi - 1, hi
+
     def earliest(self, chunks: I64, computed: int, tokens_per_chunk: int) -> I64:
         if self.mode == "none":
             return np.full_like(chunks, NEVER)

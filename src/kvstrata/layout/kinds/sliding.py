@@ -58,6 +58,10 @@ class SlidingWindow:
             return hi, hi
         return np.maximum(boundaries - self.reach, computed) // tokens_per_chunk, hi
 
+    def consumed_at(self, boundary: int, computed: int, tokens_per_chunk: int) -> tuple[int, int]:
+        hi = -(-boundary // tokens_per_chunk)
+        return max(boundary - self.reach, computed) // tokens_per_chunk if self.reach else hi, hi
+
     def earliest(self, chunks: I64, computed: int, tokens_per_chunk: int) -> I64:
         begins = chunks * tokens_per_chunk
         if not self.reach:
