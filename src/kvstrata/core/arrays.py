@@ -6,7 +6,7 @@ At the size of a batch (64) most of a numpy call is its wrapper: counting takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -18,7 +18,7 @@ NO_SLOTS: I64 = np.empty(0, np.int64)
 """The empty array that answers share; read-only."""
 NO_SLOTS.setflags(write=False)
 
-any_of = np.count_nonzero
+any_of: Callable[[npt.NDArray[Any]], int] = np.count_nonzero
 """How many entries are not zero; truthy if any is."""
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstrata.core.arrays import NO_SLOTS, any_of, count_of, where
 from kvstrata.core.promotions import Promotions
 from kvstrata.core.requests import Request
 from kvstrata.core.slots import RESERVED
@@ -32,12 +33,14 @@ class Placement(enum.Enum):
 class _Chunks:
     """The chunks of a plan, group after group, as columns."""
 
-    keys: list[OffloadKey]
     slots: I64
-    groups: I64
-    starts: I64
-    """First token of each chunk."""
     sources: I8
+    counts: list[int]
+    """How many chunks of each group."""
+
+    def groups(self) -> I64:
+        """The group of each chunk."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
 
 class Grants:
@@ -98,18 +101,22 @@ class Grants:
         Nothing changes unless the answer is DONE.
         """
         chunks = self._chunks(request)
-        missing = np.flatnonzero(chunks.slots < 0)
-        if (chunks.sources[missing] < 0).any() or self._spoiled(chunks, missing):
-            return Placement.STALE
-        if len(missing) and not new_slots:
-            return Placement.NO_ROOM
-        old, present = request.held, chunks.slots[chunks.slots >= 0]
-        if not alone and not self._fits_share(old, present, int(self._sizes[chunks.groups[missing]].sum())):
+        here = chunks.slots >= 0
+        count = any_of(here)
+        missing = where(~here) if count < len(here) else NO_SLOTS
+        if len(missing):
+            if any_of(chunks.sources[missing] < 0) or self._spoiled(request, chunks, missing):
+                return Placement.STALE
+            if not new_slots:
+                return Placement.NO_ROOM
+        old, present = request.held, chunks.slots if count == len(here) else chunks.slots[here]
+        groups = chunks.groups()[missing] if len(missing) else NO_SLOTS
+        if not alone and not self._fits_share(old, present, int(self._sizes[groups].sum())):
             return Placement.NO_ROOM
         if len(missing):
-            missing = missing[np.lexsort((chunks.groups[missing], chunks.starts[missing]))]
-            keys = [chunks.keys[i] for i in missing.tolist()]
-            reserved = self._core.residency.reserve(keys, chunks.groups[missing], keep=present)
+            missing, groups = self._in_token_order(request, missing, groups)
+            keys = self._keys(request, missing)
+            reserved = self._core.residency.reserve(keys, groups, keep=present)
             if reserved is None:
                 return Placement.NO_ROOM
             chunks.slots[missing] = reserved[0]
@@ -118,62 +125,81 @@ class Grants:
 
     def _chunks(self, request: Request) -> _Chunks:
         """The chunks of the request's plan as columns; slots as primary has them now."""
-        counts = [hi - lo for lo, hi in request.ranges]
-        keys = [key for group, (lo, hi) in zip(request.keys, request.ranges, strict=True) for key in group[lo:hi]]
-        starts = [
-            np.arange(lo, hi, dtype=np.int64) * tpc
-            for (lo, hi), tpc in zip(request.ranges, self._core.layout.tokens_per_chunk, strict=True)
-        ]
-        return _Chunks(
-            keys,
-            self._core.residency.find(keys),
-            np.repeat(np.arange(len(counts), dtype=np.int64), counts),
-            np.concatenate(starts),
-            np.concatenate(request.sources),
-        )
+        residency = self._core.residency
+        if request.found is not None and request.found[0] == residency.index.version:
+            slots = np.concatenate(request.found[1])  # nothing came or went since the plan was made
+        else:
+            slots = residency.find(self._keys(request))
+        request.found = None
+        return _Chunks(slots, np.concatenate(request.sources), [hi - lo for lo, hi in request.ranges])
 
-    def _spoiled(self, chunks: _Chunks, missing: I64) -> bool:
+    def _keys(self, request: Request, places: I64 | None = None) -> list[OffloadKey]:
+        """The keys of the plan's chunks, group after group; or of those at these places only."""
+        keys: list[OffloadKey] = []
+        for group, (lo, hi) in zip(request.keys, request.ranges, strict=True):
+            keys += group[lo:hi]
+        if places is None or (len(places) == len(keys) and not any_of(places[1:] < places[:-1])):
+            return keys
+        return [keys[i] for i in places.tolist()]
+
+    def _in_token_order(self, request: Request, missing: I64, groups: I64) -> tuple[I64, I64]:
+        """Missing chunks and their groups by their first token; a group's own chunks are in that order already."""
+        if groups[0] == groups[-1]:
+            return missing, groups
+        spans = zip(request.ranges, self._core.layout.tokens_per_chunk, strict=True)
+        starts = np.concatenate([np.arange(lo, hi, dtype=np.int64) * tpc for (lo, hi), tpc in spans])[missing]
+        order = np.lexsort((groups, starts))
+        return missing[order], groups[order]
+
+    def _spoiled(self, request: Request, chunks: _Chunks, missing: I64) -> bool:
         """Whether the tier of a missing chunk is not asked any more, or has failed to deliver it since."""
         core, sources = self._core, chunks.sources[missing]
-        if not all(core.will_read(tier) for tier in core.tiers if (sources == tier.index).any()):
+        if not all(core.will_read(tier) for tier in core.tiers if count_of(sources, tier.index)):
             return True
         if not len(core.verdicts):
             return False
-        places = zip(missing.tolist(), sources.tolist(), strict=True)
-        return any(core.verdicts.blocks(tier, chunks.keys[i], core.now) for i, tier in places)
+        places = zip(self._keys(request, missing), sources.tolist(), strict=True)
+        return any(core.verdicts.blocks(tier, key, core.now) for key, tier in places)
 
     def must_fetch(self, request: Request) -> bool:
         """Whether the plan has a chunk that is neither in primary nor on its way there."""
-        return bool((self._chunks(request).slots < 0).any())
+        return bool(any_of(self._chunks(request).slots < 0))
 
     def _fits_share(self, old: I64, present: I64, missing_bytes: int) -> bool:
         """Whether held bytes stay within the share, after what this request lets go and what it adds."""
         core, residency = self._core, self._core.residency
         added = present[residency.holds[present] == 0]
-        gone = old[(residency.holds[old] == 1) & ~np.isin(old, present)]
-        held = residency.held_bytes - core.byte_size(gone) + core.byte_size(added) + missing_bytes
-        return held + core.overdue_bytes() <= core.share_limit and held <= residency.capacity_bytes - core.store_reserve
+        gone = 0
+        if len(old):
+            gone = core.byte_size(old[(residency.holds[old] == 1) & ~np.isin(old, present)])
+        held = residency.held_bytes - gone + core.byte_size(added) + missing_bytes
+        limit = min(core.share_limit - core.overdue_bytes(), residency.capacity_bytes - core.store_reserve)
+        return held <= limit
 
     def _commit(self, request: Request, chunks: _Chunks, old: I64, fresh: I64, tag: PromotionTag) -> None:
         """Make the plan's slots the request's own; queue the reads of the `fresh` ones, in token order, by tier."""
         core, residency, slots = self._core, self._core.residency, chunks.slots
-        added, gone = slots, old[:0]
+        added, gone = slots, NO_SLOTS
         if len(old):
             added, gone = slots[~np.isin(slots, old)], old[~np.isin(old, slots)]
         residency.hold(added)
-        ends = np.cumsum([hi - lo for lo, hi in request.ranges])
-        request.slots = np.split(slots, ends[:-1])
-        reserved = residency.state[slots] == RESERVED
-        request.pending = int(reserved.sum())
+        request.slots, at = [], 0
+        for count in chunks.counts:
+            request.slots.append(slots[at : at + count])
+            at += count
+        states = residency.state[slots]
+        request.pending = count_of(states, RESERVED)
         if request.pending > len(fresh):
+            reserved = states == RESERVED
             reserved[fresh] = False
             joined = slots[reserved]
             self._promotions.waiters.join(request, joined[~np.isin(joined, old)])
         sources = chunks.sources[fresh]
-        for tier in range(len(core.tiers)):
-            mine = slots[fresh[sources == tier]]
-            if len(mine):
-                self._promotions.start(request, tier, mine)
+        for tier in core.tiers if len(fresh) else ():
+            count = count_of(sources, tier.index)
+            if count:
+                mine = fresh if count == len(fresh) else fresh[sources == tier.index]
+                self._promotions.start(request, tier.index, slots[mine])
         if len(gone):
             self._promotions.leave(request, gone, tag)
 

@@ -26,6 +26,8 @@ class KeyIndex:
         self.slots: dict[OffloadKey, int] = {}
         self.keys: list[OffloadKey] = []
         """By slot; empty where there is none."""
+        self.version = 0
+        """Counts changes: what was found stays true as long as it does not move."""
         self._forgotten = 0
 
     def __len__(self) -> int:
@@ -33,6 +35,8 @@ class KeyIndex:
 
     def find(self, keys: Sequence[OffloadKey]) -> I64:
         """The slot of each key, or -1."""
+        if self.slots.keys().isdisjoint(keys):  # ends at the first key that is here, and costs half if none is
+            return np.full(len(keys), -1, np.int64)
         return np.fromiter(map(self.slots.get, keys, repeat(-1)), np.int64, len(keys))
 
     def key_of(self, slot: int) -> OffloadKey | None:
@@ -56,6 +60,7 @@ class KeyIndex:
         """Adds new keys; `rows` is the number of slots that exist now."""
         if len(self.keys) < rows:
             self.keys.extend(repeat(_NO_KEY, rows - len(self.keys)))
+        self.version += 1
         numbers = slots.tolist()
         self.slots.update(zip(keys, numbers, strict=True))
         by_slot = self.keys
@@ -64,6 +69,7 @@ class KeyIndex:
 
     def forget(self, slots: Sequence[int]) -> list[OffloadKey]:
         """Takes out the keys of slots and returns them."""
+        self.version += 1
         by_slot = self.keys
         keys = list(map(by_slot.__getitem__, slots))
         deque(map(self.slots.__delitem__, keys), maxlen=0)

@@ -14,29 +14,45 @@ from itertools import takewhile
 import numpy as np
 
 from kvstrata.core import galloping
+from kvstrata.core.arrays import NO_SLOTS, any_of, count_of, slot_array, where
 from kvstrata.core.galloping import ASKED, NOT_ASKED
 from kvstrata.core.requests import Request
 from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState, TierState
 from kvstrata.layout.planner import Decision
+from kvstrata.layout.search import Search
 from kvstrata.layout.spans import NOTHING
 from kvstrata.types import I8, I64, OffloadKey, Presence, ProbeDone
 
 STEP = 1024
 """Keys of a full-attention group that are looked at before checking for the first absent one."""
 
+ABSENT, UNKNOWN, PRESENT, ASSUMED = (np.int8(value) for value in Presence)
+_NOTHING: I8 = np.zeros(0, np.int8)
+
 NOT_READ = -1
 """Source of a chunk that no tier needs to be read for: it is in primary, or nowhere."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gathered:
-    """Presence per group (int8 `Presence` by chunk index) and where each present chunk would be read."""
+    """Presence per group (int8 `Presence` by chunk index) and where each present chunk would be read.
+
+    What was not looked at, because no boundary that matters needs it, counts as absent.
+    """
 
     presence: list[I8]
     sources: list[I8]
-    must_retry: bool
+    slots: list[I64]
+    """The slot of each chunk, or -1; of chunks that were looked at."""
+    must_retry: bool = False
     """A tier that answers at once did not know yet; nothing will tell when it does."""
+
+    def make_room(self, group: int, chunks: int) -> None:
+        """Nothing is known yet of the first `chunks` chunks of a group."""
+        self.presence[group] = np.zeros(chunks, np.int8)
+        self.sources[group] = np.full(chunks, NOT_READ, np.int8)
+        self.slots[group] = np.full(chunks, -1, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,31 +82,71 @@ class PresenceBook:
         self.probes: dict[tuple[int, int], Probe] = {}
         groups = range(len(core.layout.groups))
         self._order = sorted(groups, key=lambda g: not core.layout.groups[g].kind.prefix)
+        self._bounding = sum(group.kind.prefix for group in core.layout.groups)
+        """How many of them, at the front, bound the others."""
+        self._narrows = self._bounding > 0 and all(tier.port.capabilities.sync_probe for tier in core.tiers)
+        """Looking at few chunks first pays: a second look costs no round trip."""
 
     # -- gathering
 
-    def gather(self, request: Request, computed: int, total: int) -> Gathered:
-        """Presence of every key that a boundary in (computed, total] may need; one pass over the keys."""
+    def gather(self, request: Request, computed: int, total: int, top: int | None = None) -> Gathered:
+        """Presence of every key that a boundary in (computed, total] may need; one pass over the keys.
+
+        `top` is the largest boundary that the request may be given, by default what the layout allows. Where prefix
+        groups bound it further, the other groups are looked at only at that bound, as long as they allow it: then
+        nothing else matters.
+        """
         layout = self._core.layout
-        presence: list[I8] = [np.empty(0, np.int8)] * len(layout.groups)
-        sources = list(presence)
-        must_retry, bound = False, total
+        groups = len(layout.groups)
+        found = Gathered([_NOTHING] * groups, [_NOTHING] * groups, [NO_SLOTS] * groups)
+        bound = total
         self._core.counters.resolves += 1
-        for g in self._order:
-            tpc = layout.tokens_per_chunk[g]
-            first = computed // tpc
-            last = min(len(request.keys[g]), -(-bound // tpc) + layout.groups[g].drafter)
-            known = np.zeros(max(last, 0), np.int8)
-            source = np.full(max(last, 0), NOT_READ, np.int8)
-            bounding = layout.groups[g].kind.prefix
-            for start in range(first, last, STEP if bounding else max(last, 1)):
-                part = slice(start, min(start + STEP, last) if bounding else last)
-                must_retry |= self._look(request, g, part, known, source)
-                if bounding and (absent := np.flatnonzero(known[part] == Presence.ABSENT)).size:
-                    bound = min(bound, (start + int(absent[0])) * tpc)
-                    break
-            presence[g], sources[g] = known, source
-        return Gathered(presence, sources, must_retry)
+        for g in self._order[: self._bounding]:
+            bound = self._look_along(request, g, computed // layout.tokens_per_chunk[g], bound, found)
+        others = self._order[self._bounding :]
+        for g in others:
+            last = min(len(request.keys[g]), -(-bound // layout.tokens_per_chunk[g]) + layout.groups[g].drafter)
+            found.make_room(g, max(last, 0))
+        narrows = self._narrows and request.byte_limit is None
+        if others and not (
+            narrows and self._look_near(request, others, computed, layout.limit(total) if top is None else top, found)
+        ):
+            for g in others:
+                first, last = computed // layout.tokens_per_chunk[g], len(found.presence[g])
+                if first < last:
+                    self._look(request, g, slice(first, last), found)
+        return found
+
+    def _look_along(self, request: Request, g: int, first: int, bound: int, found: Gathered) -> int:
+        """Look at a prefix group in steps, up to its first absent chunk; returns the bound that this leaves."""
+        tpc = self._core.layout.tokens_per_chunk[g]
+        last = min(len(request.keys[g]), -(-bound // tpc) + self._core.layout.groups[g].drafter)
+        found.make_room(g, max(last, 0))
+        for start in range(first, last, STEP):
+            part = slice(start, min(start + STEP, last))
+            self._look(request, g, part, found)
+            gap = found.presence[g][part].tobytes().find(ABSENT)
+            if gap >= 0:
+                return min(bound, (start + gap) * tpc)
+        return bound
+
+    def _look_near(self, request: Request, groups: Sequence[int], computed: int, top: int, found: Gathered) -> bool:
+        """Look at what the largest boundary that prefix groups leave needs of the others; whether nothing is absent."""
+        layout = self._core.layout
+        boundary, _ = Search(layout, found.presence, computed, top, None).ceiling(top)
+        if boundary <= computed:
+            return False
+        needed = layout.needed_ranges(boundary, computed)
+        for g in groups:
+            lo, hi = needed[g]
+            if lo >= hi:
+                continue
+            if hi > len(found.presence[g]):
+                return False
+            self._look(request, g, slice(lo, hi), found)
+            if count_of(found.presence[g][lo:hi], ABSENT):
+                return False
+        return True
 
     def gather_ready(self, request: Request, computed: int, total: int) -> Gathered:
         """Presence counting only what is readable in primary at this moment."""
@@ -108,48 +164,62 @@ class PresenceBook:
                 self._blank_unloadable(request, keys[first:last], known[first:last])
                 self._core.counters.keys_gathered += last - first
             presence.append(known)
-        return Gathered(presence, [np.full(len(p), NOT_READ, np.int8) for p in presence], False)
+        return Gathered(presence, [np.full(len(p), NOT_READ, np.int8) for p in presence], [NO_SLOTS] * len(presence))
 
     def _blank_unloadable(self, request: Request, keys: Sequence[OffloadKey], view: I8) -> None:
         """Chunks whose load failed for the request are absent for it, also in primary."""
         if request.unloadable:
             view[[i for i, key in enumerate(keys) if key in request.unloadable]] = Presence.ABSENT
 
-    def _look(self, request: Request, group: int, part: slice, known: I8, source: I8) -> bool:
-        """Fill `known[part]` and `source[part]`; True if a synchronous tier did not know yet."""
+    def _look(self, request: Request, group: int, part: slice, found: Gathered) -> None:
+        """Fill in one part of a group: what primary has, then the tiers, in order, for what is missing."""
         keys = request.keys[group][part]
         self._core.counters.keys_gathered += len(keys)
-        missing = np.flatnonzero(self._core.residency.find(keys) < 0)
-        view, source_view = known[part], source[part]
-        view[:] = Presence.PRESENT
-        view[missing] = Presence.ABSENT
-        self._blank_unloadable(request, keys, view)
+        slots = self._core.residency.find(keys)
+        found.slots[group][part] = slots
+        view = found.presence[group][part]
+        here = slots >= 0
+        count = any_of(here)
+        if count:
+            view[here] = PRESENT
+            self._blank_unloadable(request, keys, view)
+        if count == len(keys):
+            return
+        missing = where(~here) if count else np.arange(len(keys))
         absent = request.failed | request.unloadable if request.unloadable else request.failed
         if absent:
-            missing = np.array([i for i in missing.tolist() if keys[i] not in absent], np.int64)
-        if not len(missing):
-            return False
-        must_retry = False
+            missing = slot_array([i for i in missing.tolist() if keys[i] not in absent])
         for tier in self._core.tiers:
             if not len(missing):
                 break
-            if not request.options.load_tiers.accepts(tier.port) or not self._core.readable(tier):
-                continue
-            answers = self._answers(request, tier, group, part.start, keys, missing)
-            self._core.verdicts.mask(tier.index, keys, missing, answers, self._core.now)
-            unknown = missing[answers == Presence.UNKNOWN]
-            view[unknown[view[unknown] == Presence.ABSENT]] = Presence.UNKNOWN
-            must_retry |= bool(len(unknown)) and tier.port.capabilities.sync_probe
-            if tier.gallops:
-                assumed = missing[answers == Presence.ASSUMED]
-                assumed = assumed[view[assumed] != Presence.ASSUMED]  # the nearest that is assumed to have it
-                view[assumed] = Presence.ASSUMED
-                source_view[assumed] = tier.index
-            found = missing[answers == Presence.PRESENT]
-            view[found] = Presence.PRESENT
-            source_view[found] = tier.index
-            missing = missing[answers != Presence.PRESENT]
-        return must_retry
+            if request.options.load_tiers.accepts(tier.port) and self._core.readable(tier):
+                missing = self._look_below(request, tier, group, part, missing, found)
+
+    def _look_below(
+        self, request: Request, tier: TierState, group: int, part: slice, missing: I64, found: Gathered
+    ) -> I64:
+        """Fill in what one tier says of the missing chunks of a part; returns those that it is not known to have."""
+        keys = request.keys[group][part]
+        view, source_view = found.presence[group][part], found.sources[group][part]
+        answers = self._answers(request, tier, group, part.start, keys, missing)
+        self._core.verdicts.mask(tier.index, keys, missing, answers, self._core.now)
+        if count_of(answers, UNKNOWN):
+            unknown = missing[answers == UNKNOWN]
+            view[unknown[view[unknown] == ABSENT]] = UNKNOWN
+            found.must_retry |= tier.port.capabilities.sync_probe
+        if tier.gallops:
+            assumed = missing[answers == ASSUMED]
+            assumed = assumed[view[assumed] != ASSUMED]  # the nearest that is assumed to have it
+            view[assumed] = ASSUMED
+            source_view[assumed] = tier.index
+        has = answers == PRESENT
+        count = any_of(has)
+        if not count:
+            return missing
+        present = missing if count == len(missing) else missing[has]
+        view[present] = PRESENT
+        source_view[present] = tier.index
+        return missing[:0] if count == len(missing) else missing[~has]
 
     def _answers(
         self, request: Request, tier: TierState, group: int, start: int, keys: Sequence[OffloadKey], missing: I64
@@ -166,15 +236,19 @@ class PresenceBook:
         self._count(request, tier, group, start + missing)
         if isinstance(answers, int) or len(answers) != len(missing):
             return np.zeros(len(missing), np.int8)
-        return np.array(answers, np.int8)
+        return answers.copy()
 
     def _count(self, request: Request, tier: TierState, group: int, index: I64) -> None:
-        """Count each (request, key, tier) once: keys are asked in order, so a mark per group is enough."""
-        marks = request.asked.setdefault(tier.index, [0] * len(request.keys))
-        fresh = index[index >= marks[group]]
-        tier.counters.probed += len(fresh)
-        if len(fresh):
-            marks[group] = int(fresh[-1]) + 1
+        """Count each (request, key, tier) once."""
+        by_group = request.asked.get(tier.index)
+        if by_group is None:
+            by_group = request.asked[tier.index] = [bytearray() for _ in request.keys]
+        marks = by_group[group]
+        if len(marks) < len(request.keys[group]):
+            marks.extend(bytes(len(request.keys[group]) - len(marks)))
+        asked = np.frombuffer(marks, np.int8)
+        tier.counters.probed += len(index) - int(any_of(asked[index]))
+        asked[index] = 1
 
     def _kept(self, request: Request, tier: TierState, group: int) -> I8:
         """The request's answers of an asynchronous tier for one group, grown to the keys it has now."""

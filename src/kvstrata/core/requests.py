@@ -86,6 +86,8 @@ class Request:
     ranges: tuple[tuple[int, int], ...] = ()
     sources: list[I8] = field(default_factory=list)
     """Per group, for the chunks of `ranges`: the tier that has it, or -1 for primary."""
+    found: tuple[int, list[I64]] | None = None
+    """Per group, for the chunks of `ranges`: the slots that primary had, and the version of its index at that time."""
     slots: list[I64] = field(default_factory=list)
     """Per group, for the chunks of `ranges`: the slots held; empty while nothing is held."""
     key_slots: dict[int, None] = field(default_factory=dict)
@@ -108,8 +110,8 @@ class Request:
     """Per asynchronous tier and group: what its probes said; -1 not asked, -2 asked."""
     key_answers: dict[tuple[int, OffloadKey], int] = field(default_factory=dict)
     """The same for the per-key door, by tier and key."""
-    asked: dict[int, list[int]] = field(default_factory=dict)
-    """Per tier and group: how many leading keys were counted as probed."""
+    asked: dict[int, list[bytearray]] = field(default_factory=dict)
+    """Per tier and group: which keys were counted as probed."""
     probes_out: int = 0
     retry_at: float | None = None
     retry_s: float = 0.0

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvstrata.core.arrays import count_of
 from kvstrata.core.clocks import Pace, WaitClock
 from kvstrata.core.grants import Grants, Placement
 from kvstrata.core.messages import WAIT, Answer, AnswerCause
@@ -137,7 +138,7 @@ class TwoPhaseDoor:
             if request.primary_only:
                 gathered = self._presence.gather_ready(request, request.computed, request.total)
             else:
-                gathered = self._presence.gather(request, request.computed, request.total)
+                gathered = self._presence.gather(request, request.computed, request.total, self._limit(request))
             decision = resolve(
                 layout,
                 gathered.presence,
@@ -153,6 +154,10 @@ class TwoPhaseDoor:
                 self._wait_for_probes(request, retry=gathered.must_retry or not request.probes_out)
                 return False
         request.boundary, request.ranges = decision.boundary, decision.ranges
+        request.found = None
+        if not request.primary_only:
+            version = self._core.residency.index.version
+            request.found = version, [s[lo:hi] for s, (lo, hi) in zip(gathered.slots, decision.ranges, strict=True)]
         request.sources = [s[lo:hi] for s, (lo, hi) in zip(gathered.sources, decision.ranges, strict=True)]
         request.retry_s = 0.0
         if request.hit > 0:
@@ -165,7 +170,7 @@ class TwoPhaseDoor:
         assert request.clock is not None
         if request.clock.fixed:
             return
-        read = [core.tiers[i] for i in np.unique(np.concatenate(request.sources)).tolist() if i >= 0]
+        read = [tier for tier in core.tiers if any(count_of(source, tier.index) for source in request.sources)]
         stall, total = wait_bounds(core, request, read or [t for t in core.tiers if request.admits(t.port)])
         request.clock.fix_once(stall, total + self._grants.plan_bytes(request) / core.config.min_rate_bytes_per_s)
 
@@ -201,6 +206,7 @@ class TwoPhaseDoor:
         elif self._grants.place(request, new_slots=False) is Placement.DONE:
             self._placed(request)
             return
+        request.found = None
         self._enter(request, RequestState.QUEUED)
         self._grants.enqueue(request)
 
