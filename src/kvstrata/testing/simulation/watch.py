@@ -33,7 +33,7 @@ from kvstrata.testing.simulation.shadow import Shadow
 from kvstrata.testing.simulation.watch_checks import check_events, check_holders, check_jobs
 from kvstrata.testing.world_checks import SLACK, demand
 from kvstrata.types import (
-    I32,
+    I64,
     JobEnded,
     KeysDone,
     KeysRemoved,
@@ -479,7 +479,7 @@ class WatchedManager(TieringOffloadingManager):
 
     # -- while a call runs
 
-    def _watch_start(self, request: Request, tier: int, slots: I32) -> None:
+    def _watch_start(self, request: Request, tier: int, slots: I64) -> None:
         """Promotions begin: exactly what the plan needs, from a tier that the request admits, in the order of turns."""
         name, head = request.request_id, self._grants.head
         demand(
