@@ -24,7 +24,7 @@ from kvstrata.runtime.clock import SystemClock
 from kvstrata.runtime.executor import ThreadExecutor
 from kvstrata.runtime.guard import GuardedTier
 from kvstrata.tiers.base import Clock, TierContext
-from kvstrata.tiers.registry import make_tier
+from kvstrata.tiers.registry import is_shared, make_tier
 
 SPEED_BYTES = 64 << 20
 PIECE = 4 << 20
@@ -103,6 +103,9 @@ def examine(config: Config, clock: Clock | None = None) -> Iterator[Finding]:
         path = options.get("path")
         if isinstance(path, str):
             yield from _folder(tier.name, Path(path), options.get("limit"), clock)
+        if is_shared(tier.type, options) and not options.get("secret"):
+            text = "who can write there can change what the engine computes: records are checked, not signed"
+            yield Finding(Verdict.WARN, tier.name, text, "secret, or only parties that trust each other")
         yield _self_test(tier, clock)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.base import Tier
@@ -16,6 +17,14 @@ TIERS: dict[str, str] = {
     "redis": "kvstrata.tiers.redis:RedisTier",
 }
 """Name of each built-in tier, and where its class is, or what makes it."""
+
+
+_ALWAYS_SHARED = frozenset({"mooncake", "object", "redis"})
+
+
+def is_shared(name: str, options: Mapping[str, object]) -> bool:
+    """Whether a built-in tier with these options is one that several engines write, each its own part."""
+    return name in _ALWAYS_SHARED or bool(options.get("part"))
 
 
 def make_tier(name: str, /, **settings: object) -> Tier:

@@ -21,6 +21,7 @@ from kvstrata.integrations.vllm.worker import WorkerSide
 from kvstrata.layout.groups import Layout
 from kvstrata.layout.namespace import require_durable
 from kvstrata.tiers.common.claims import default_part
+from kvstrata.tiers.registry import is_shared
 from kvstrata.transfer.torch_copier import make_copier
 from kvstrata.types import Medium
 
@@ -43,10 +44,6 @@ def _settings(vllm_config: Any) -> VllmSettings:
     return for_replica(settings, int(getattr(parallel, "data_parallel_index", 0) or 0), replicas)
 
 
-SHARED_TIERS = ("mooncake", "object", "redis")
-"""Tiers that several engines always share; `fs` is shared where it has a part."""
-
-
 def for_replica(settings: VllmSettings, index: int, replicas: int) -> VllmSettings:
     """The settings of one of several engines that share a configuration: a folder and a part of each limit of its own.
 
@@ -58,7 +55,7 @@ def for_replica(settings: VllmSettings, index: int, replicas: int) -> VllmSettin
     tiers = []
     for tier in settings.config.tiers:
         options = tier_options(tier.options, tier.name)
-        if "part" in options or tier.type in SHARED_TIERS:
+        if is_shared(tier.type, options):
             options["part"] = f"{options.get('part') or default_part()}-{index}"
         elif "path" in options:
             options["path"] = os.path.join(str(options["path"]), f"rank-{index}")

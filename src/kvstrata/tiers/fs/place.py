@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from kvstrata.tiers.common.index import Name, Victim, is_served
-from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, make_header
+from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, check_payload, make_header
 from kvstrata.tiers.fs.files import PRIVATE, Access, FileStatus, FileSystem, cause_of, close_quietly
 from kvstrata.types import FailCause, OffloadKey
 
@@ -179,7 +179,7 @@ def write_record(
     """Write one record under a temporary name and move it into its place."""
     place = folders.place
     files = place.files
-    header = make_header(place.identity, key, len(payload), digest or xxhash.xxh3_128_digest(payload))
+    header = make_header(place.identity, key, len(payload), digest or xxhash.xxh3_128_digest(payload), payload)
     temporary = f"{place.owner}-{next(place.counter)}.tmp"
     try:
         folder = folders.of(key, make=True)
@@ -253,9 +253,7 @@ def _read_open(place: Place, fd: int, status: FileStatus, key: OffloadKey, targe
         return header
     if header.payload_bytes != len(target):
         return FailCause.WRONG_SIZE
-    if place.verify and xxhash.xxh3_128_digest(target) != header.digest:
-        return FailCause.CORRUPT
-    return None
+    return check_payload(header, place.identity, target, verify=place.verify)
 
 
 def remove_record(folders: Folders, victim: Victim) -> int | None:

@@ -55,6 +55,7 @@ class SharedFsTier(ServerTier):
         mode: str | int = 0o600,
         group: str | int | None = None,
         verify: bool = True,
+        secret: str = "",
         timeout_s: float = 5.0,
         retry_s: float = 1.0,
         probe_cost_s: float = 0.0005,
@@ -74,6 +75,7 @@ class SharedFsTier(ServerTier):
             shared_limit=shared_limit,
             part=part,
             verify=verify,
+            secret=secret,
             timeout_s=timeout_s,
             retry_s=retry_s,
         )

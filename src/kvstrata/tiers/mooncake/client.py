@@ -21,13 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from kvstrata.tiers.base import Clock
 from kvstrata.tiers.common.claims import PlaceError
 from kvstrata.tiers.common.index import Name
 from kvstrata.tiers.common.memo import Memo
-from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header
+from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, check_payload
 from kvstrata.tiers.mooncake.arena import RECORDS, Arena, Block, address_of
 from kvstrata.tiers.mooncake.claims import ALREADY_THERE, NOT_FOUND, MooncakeClaims
 from kvstrata.tiers.server.client import (
@@ -324,8 +322,9 @@ class MooncakeClient:
             return header
         if header.payload_bytes != len(payload):
             return FailCause.WRONG_SIZE
-        if self._verify and xxhash.xxh3_128_digest(payload) != header.digest:
-            return FailCause.CORRUPT
+        bad = check_payload(header, self._identity, payload, verify=self._verify)
+        if bad is not None:
+            return bad
         if place is not None:
             item.target[:] = place
         return None

@@ -46,6 +46,7 @@ class MooncakeTier(ServerTier):
         prefix: str = "kvstrata",
         replicas: int = 1,
         verify: bool = True,
+        secret: str = "",
         timeout_s: float = 5.0,
         retry_s: float = 1.0,
         probe_cost_s: float = 0.001,
@@ -56,19 +57,7 @@ class MooncakeTier(ServerTier):
             for option, value in (("master", master), ("metadata", metadata)):
                 if not isinstance(value, str) or not value:
                     raise ConfigError(f"{at}: {option}: is needed, the address of the Mooncake {option} server")
-        if protocol not in ("tcp", "rdma"):
-            raise ConfigError(f"{at}: protocol: {protocol!r} must be tcp or rdma")
-        if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
-            raise ConfigError(f"{at}: prefix: {prefix!r} must be letters, digits, '-' or '_'")
-        for option, count, least in (("segment", segment, 0), ("replicas", replicas, 1)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < least:
-                raise ConfigError(f"{at}: {option}: {count!r} must be a whole number, at least {least}")
-        try:
-            library()
-        except ImportError as error:
-            raise ConfigError(
-                f"{at}: needs mooncake-transfer-engine (pip install 'kvstrata[mooncake]') and libibverbs1: {error}"
-            ) from error
+        _check(at, protocol, prefix, segment, replicas)
         self.capabilities = Capabilities(sync_probe=False, probe_cost_s=probe_cost_s, shared=True)
         self._mooncake = MooncakeClient(
             Connection(master, metadata, hostname, protocol, devices, segment, admin.rstrip("/")),
@@ -83,6 +72,7 @@ class MooncakeTier(ServerTier):
             shared_limit=shared_limit,
             part=part,
             verify=verify,
+            secret=secret,
             timeout_s=timeout_s,
             retry_s=retry_s,
             task_keys=RECORDS,
@@ -93,3 +83,20 @@ class MooncakeTier(ServerTier):
         """As every tier over a server; primary is registered once, when the connection is made."""
         self._mooncake.region = context.region
         super().open(context)
+
+
+def _check(at: str, protocol: str, prefix: str, segment: int, replicas: int) -> None:
+    """Raise `ConfigError` for an option that makes no sense, or if the library is missing."""
+    if protocol not in ("tcp", "rdma"):
+        raise ConfigError(f"{at}: protocol: {protocol!r} must be tcp or rdma")
+    if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+        raise ConfigError(f"{at}: prefix: {prefix!r} must be letters, digits, '-' or '_'")
+    for option, count, least in (("segment", segment, 0), ("replicas", replicas, 1)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            raise ConfigError(f"{at}: {option}: {count!r} must be a whole number, at least {least}")
+    try:
+        library()
+    except ImportError as error:
+        raise ConfigError(
+            f"{at}: needs mooncake-transfer-engine (pip install 'kvstrata[mooncake]') and libibverbs1: {error}"
+        ) from error

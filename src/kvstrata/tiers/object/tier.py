@@ -39,6 +39,7 @@ class ObjectTier(ServerTier):
         region: str = "",
         credentials: str = "",
         verify: bool = True,
+        secret: str = "",
         timeout_s: float = 5.0,
         retry_s: float = 1.0,
         connections: int = 16,
@@ -52,6 +53,7 @@ class ObjectTier(ServerTier):
             shared_limit=shared_limit,
             part=part,
             verify=verify,
+            secret=secret,
             timeout_s=timeout_s,
             retry_s=retry_s,
         )

@@ -15,7 +15,7 @@ import xxhash
 
 from kvstrata.tiers.common.claims import ClaimPlace
 from kvstrata.tiers.common.index import Name, is_served
-from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, make_header
+from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, check_payload, make_header
 from kvstrata.types import FailCause, OffloadKey
 
 
@@ -47,7 +47,8 @@ class WriteItem:
 
     def header(self, identity: Identity) -> bytes:
         """The header of the record."""
-        return make_header(identity, self.key, len(self.payload), self.digest or xxhash.xxh3_128_digest(self.payload))
+        digest = self.digest or xxhash.xxh3_128_digest(self.payload)
+        return make_header(identity, self.key, len(self.payload), digest, self.payload)
 
     def fail(self, cause: FailCause, *, uncertain: bool = False) -> None:
         """It was not written, or nobody knows."""
@@ -97,9 +98,7 @@ class ReadItem:
             return header
         if not len(record) - HEADER_BYTES == header.payload_bytes == len(self.target):
             return FailCause.WRONG_SIZE
-        if verify and xxhash.xxh3_128_digest(record[HEADER_BYTES:]) != header.digest:
-            return FailCause.CORRUPT
-        return None
+        return check_payload(header, identity, record[HEADER_BYTES:], verify=verify)
 
 
 @dataclass(frozen=True, slots=True)

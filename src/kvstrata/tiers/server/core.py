@@ -47,6 +47,8 @@ class ServerSettings:
     part: str = ""
     """Name of the part; must stay the same over restarts and differ between engines. Empty: the host's name."""
     verify: bool = True
+    secret: str = ""
+    """Reference to a secret that all writers have: records carry a tag made with it, and others are foreign."""
     timeout_s: float = 5.0
     """Longest time of one request. A read or probe that was handed over is given up after twice as long, and one that
     waits is when nothing has come to an end for as long."""

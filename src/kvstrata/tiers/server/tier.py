@@ -6,9 +6,10 @@ import contextlib
 
 from kvstrata.errors import ConfigError, StateError
 from kvstrata.tiers.base import TierContext
-from kvstrata.tiers.common.record import Identity
+from kvstrata.tiers.common.record import Identity, tag_key_of
 from kvstrata.tiers.common.self_test import run_self_test
 from kvstrata.tiers.server.core import ServerSettings, State
+from kvstrata.tiers.server.secrets import read_secret
 from kvstrata.tiers.server.stores import Stores
 from kvstrata.tiers.server.tasks import (
     AttachTask,
@@ -53,7 +54,7 @@ class ServerTier(Stores):
         if len(context.namespace) != NAMESPACE_BYTES:
             raise ConfigError(f"namespace: {len(context.namespace)} bytes, must be {NAMESPACE_BYTES}")
         self._settings.check()
-        self._identity = Identity(context.namespace, context.layout_tag)
+        self._identity = Identity(context.namespace, context.layout_tag, self._tag_key())
         self._context = context
         self._forget_part()
         attach = self._attach()
@@ -64,6 +65,16 @@ class ServerTier(Stores):
             raise ConfigError(f"tier {self.name}: {attach.refusal.text}")
         self._on_attached(attach)
         self._feed()
+
+    def _tag_key(self) -> bytes | None:
+        """What records are tagged with. Raises `ConfigError` for a reference that leads nowhere."""
+        reference, option = self._settings.secret, f"tier {self.name}: secret"
+        return tag_key_of(read_secret(reference, option)) if reference else None
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether only records of those who have the secret are accepted."""
+        return bool(self._settings.secret)
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish what can be finished in `timeout` seconds, abandon the rest, and give the part back."""
