@@ -76,9 +76,9 @@ class Prepared:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.keys = [keys_of(workload.layout, hashes) for hashes in workload.hashes()]
-        self.present: dict[OffloadKey, bool] = {}
+        self.present: set[OffloadKey] = set()
         for keys in self.keys:
-            self.present.update((key, True) for key in workload.present(keys))
+            self.present.update(workload.present(keys))
 
 
 class Engine:

@@ -39,7 +39,7 @@ class IndexTier:
     def __init__(self, name: str, *, sync_probe: bool = True, executor: Executor | None = None) -> None:
         self.name = name
         self.capabilities = Capabilities(sync_probe=sync_probe, max_batch=1 << 20)
-        self.index: dict[OffloadKey, bool] = {}
+        self.index: set[OffloadKey] = set()
         self.held = False
         """Jobs are not ended, as by a tier that is slow."""
         self._executor = executor
@@ -50,7 +50,7 @@ class IndexTier:
 
     def add(self, keys: Iterable[OffloadKey]) -> None:
         """Have these keys."""
-        self.index.update(dict.fromkeys(keys, True))
+        self.index.update(keys)
 
     def open(self, context: TierContext) -> None:
         """Nothing to acquire."""
@@ -117,8 +117,7 @@ class IndexTier:
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Drop keys."""
-        for key in keys:
-            self.index.pop(key, None)
+        self.index.difference_update(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """There is no order."""

@@ -7,13 +7,13 @@ when the tier has recovered.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import numpy as np
 
-from kvstrata.core.arrays import where
+from kvstrata.core.arrays import NO_SLOTS, all_are, any_of, where
 from kvstrata.core.ledger import Job
 from kvstrata.core.messages import EventKind, PurgeTier, SubmitStore, TierFilter
 from kvstrata.core.presence import PresenceBook
@@ -26,6 +26,15 @@ MISSED_MOST = 65_536
 
 BATCH = 64
 """Most chunks of one cascade job: what one header block of the disk tier describes."""
+
+
+def _drop(queue: deque[OffloadKey], count: int) -> None:
+    """Takes the first entries out of a queue."""
+    if count == len(queue):
+        queue.clear()
+        return
+    for _ in range(count):
+        queue.popleft()
 
 
 class Cascades:
@@ -57,9 +66,13 @@ class Cascades:
         for key in keys if tier.withheld else ():
             tier.withheld.pop(key, None)
         room = max(self._core.config.cascade_queue - len(tier.cascades), 0)
-        tier.cascades.extend((key, digests.get(key)) for key in keys[:room])
-        tier.counters.cascade_dropped += len(keys) - len(keys[:room])
-        self._remember(tier.missed, keys[room:])
+        if room < len(keys):
+            tier.counters.cascade_dropped += len(keys) - room
+            self._remember(tier.missed, keys[room:])
+            keys = keys[:room]
+        tier.cascades.extend(keys)
+        if digests:
+            tier.digests.update((key, digests[key]) for key in keys if key in digests)
 
     @staticmethod
     def _remember(memory: OrderedDict[OffloadKey, None], keys: Sequence[OffloadKey]) -> None:
@@ -94,7 +107,7 @@ class Cascades:
             if slot >= 0 and residency.state[slot] != READY:
                 again[key] = None  # it is on its way into primary
             elif slot >= 0:
-                tier.cascades.append((key, None))
+                tier.cascades.append(key)
                 tier.counters.offered_again += 1
                 room -= 1
 
@@ -108,10 +121,9 @@ class Cascades:
             return False
         budget = core.inflight_limit - tier.cascading
         most = 1 if one_at_a_time else min(BATCH, tier.port.capabilities.max_batch)
-        slots, keys, carried = self._take(tier, budget, most)
+        slots, keys, digests = self._take(tier, budget, most)
         if not keys:
             return False
-        digests = [digest for digest in carried if digest is not None]
         job = core.ledger.accept(JobKind.CASCADE, core.generation, slots, keys, "", core.now, tier=tier.index)
         core.residency.pin(slots)
         tier.cascading += core.byte_size(slots)
@@ -124,25 +136,38 @@ class Cascades:
         )
         return True
 
-    def _take(self, tier: TierState, budget: int, most: int) -> tuple[I64, list[OffloadKey], list[bytes | None]]:
-        """Leading queued chunks that primary still has, within `budget` bytes; at least one if none is out."""
+    def _take(self, tier: TierState, budget: int, most: int) -> tuple[I64, list[OffloadKey], list[bytes]]:
+        """Leading queued chunks that primary still has, within `budget` bytes; at least one if none is out.
+
+        With the digests that are known of them.
+        """
         residency, queue = self._core.residency, tier.cascades
         while queue:
             entries = list(islice(queue, most))
-            slots = residency.find([key for key, _ in entries])
-            ready = np.flatnonzero((slots >= 0) & (residency.state[slots] == READY))
+            slots = residency.find(entries)
+            states = residency.state[slots]
+            if all_are(states, READY) and not any_of(slots < 0) and self._core.byte_size(slots) <= budget:
+                _drop(queue, len(entries))
+                return slots, entries, self._digests_of(tier, entries)
+            ready = where((slots >= 0) & (states == READY))
             fit = int(np.searchsorted(np.cumsum(residency.length[slots[ready]]), budget, side="right"))
             if len(ready) and not fit and not tier.cascading:
                 fit = 1
             through = int(ready[fit]) if fit < len(ready) else len(entries)
-            for _ in range(through):
-                queue.popleft()
+            _drop(queue, through)
             tier.counters.cascade_lapsed += through - fit
+            digests = self._digests_of(tier, entries[:through])
             if len(ready):
                 taken = ready[:fit]
-                chosen = [entries[i] for i in taken.tolist()]
-                return slots[taken], [key for key, _ in chosen], [digest for _, digest in chosen]
-        return np.empty(0, np.int64), [], []
+                keys = [entries[i] for i in taken.tolist()]
+                return slots[taken], keys, digests if through == fit else []
+        return NO_SLOTS, [], []
+
+    @staticmethod
+    def _digests_of(tier: TierState, keys: Sequence[OffloadKey]) -> list[bytes]:
+        """The digests of keys that leave the queue, as far as they are known."""
+        known = [tier.digests.pop(key, None) for key in keys] if tier.digests else []
+        return [digest for digest in known if digest is not None]
 
     def _moving(self, tier: TierState) -> bool:
         """Whether a store that is not overdue is out."""
@@ -226,6 +251,7 @@ class Cascades:
             tier.offer_at, tier.offer_s = None, 0.0
             tier.counters.cascade_lapsed += len(tier.cascades)
             tier.cascades.clear()
+            tier.digests.clear()
             tier.missed.clear()
             tier.withheld.clear()
             if purged:

@@ -39,7 +39,9 @@ class Loads:
             slots[lo - have_lo : hi - have_lo] if hi > lo else slots[:0]
             for slots, (lo, hi), (have_lo, _) in zip(request.slots, ranges, request.ranges, strict=False)
         ]
-        keys = [key for group, (lo, hi) in zip(request.keys, ranges, strict=True) for key in group[lo:hi]]
+        keys: list[OffloadKey] = []
+        for group, (lo, hi) in zip(request.keys, ranges, strict=True):
+            keys += group[lo:hi]
         slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
         job = self._accept(request, slots, keys)
         offsets, lengths = self._core.ranges_of(slots)

@@ -80,6 +80,8 @@ class Statistics:
     alarms: Sequence[Alarm] = ()
 
 
+_DEFAULT_OPTIONS = RequestOptions()
+
 _UNTIMED_WAITS = WAITING - {RequestState.QUEUED}
 """Waits whose clocks run by themselves: a poll counts nothing."""
 
@@ -177,7 +179,7 @@ class TieringOffloadingManager:
         core = self._core
         if len(keys) != len(core.layout.groups):
             raise StateError(f"request {request_id}: {len(keys)} key lists for {len(core.layout.groups)} groups")
-        core.requests.add(Request(request_id, [list(group) for group in keys], options or RequestOptions(), core.now))
+        core.requests.add(Request(request_id, [list(group) for group in keys], options or _DEFAULT_OPTIONS, core.now))
         self._trim()
 
     def _trim(self) -> None:
@@ -318,9 +320,9 @@ class TieringOffloadingManager:
         """What a finished request leaves in primary becomes the newest, its tails before its heads to go."""
         residency = self._core.residency
         for keys in request.keys:
-            slots = residency.find(keys) if keys else np.empty(0, np.int64)
-            slots = slots[slots >= 0]
-            residency.touch(slots[residency.state[slots] == READY], used=False)
+            slots = residency.find(keys)
+            here = slots >= 0
+            residency.touch(slots if any_of(here) == len(slots) else slots[here], used=False)
 
     # -- the per-key door
 

@@ -12,6 +12,7 @@ from itertools import islice
 
 import numpy as np
 
+from kvstrata.core.arrays import any_of
 from kvstrata.core.slots import FREE, RESERVED, SlotTable
 from kvstrata.errors import InternalError
 from kvstrata.policy.base import EvictionPolicy
@@ -177,8 +178,9 @@ class _Eviction:
             if not batch:
                 return
             slots = np.array(batch, dtype=np.int64)
-            free = self._table.pins[slots] == 0
-            if not free.all():
+            pins = self._table.pins[slots]
+            if any_of(pins):
+                free = pins == 0
                 self._pinned.extend(slots[~free].tolist())
                 slots = slots[free]
             self._pending = slots

@@ -57,6 +57,8 @@ class Door(enum.Enum):
     PER_KEY = "per_key"
 
 
+_NOWHERE: dict[RequestState, int] = dict.fromkeys(RequestState, 0)
+"""The table of a record that is in none."""
 _NO_SLOTS: I64 = np.empty(0, np.int64)
 
 
@@ -131,7 +133,7 @@ class Request:
     """Per-key door: since when a key has not been known, by tier."""
     anchors: dict[int, OffloadKey] = field(default_factory=dict)
     """Per group: key of the last chunk stored for this request."""
-    population: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
+    population: dict[RequestState, int] = field(default_factory=lambda: _NOWHERE)
     """How many records of its table are in each state; shared by them all."""
 
     def move(self, state: RequestState) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstrata.core.arrays import all_are, any_of, count_of, distinct
 from kvstrata.core.index import KeyIndex
 from kvstrata.core.pages import Geometry, make_geometry
 from kvstrata.core.pins import Pins
@@ -261,7 +262,7 @@ class Residency:
         self.resident_bytes += size
         self._published += len(numbers)
         pinned = table.pins[numbers]
-        if pinned.any():
+        if any_of(pinned):
             self.pinned_ready_bytes += table.bytes_of(numbers[pinned > 0])
             table.unstick(numbers[pinned == 0])
         else:
@@ -319,17 +320,14 @@ class Residency:
     def _demand(self, slots: I64, verb: str, states: Sequence[np.int8], pins: bool = True) -> None:
         """The slots are distinct, in one of `states`, and without pins unless these are allowed."""
         found = self.table.state[slots]
-        fits = found == states[0]
-        for state in states[1:]:
-            fits |= found == state
-        if not fits.all() or (len(slots) and slots.min() < 0):
-            fits &= slots >= 0
+        if sum(count_of(found, state) for state in states) != len(slots) or any_of(slots < 0):
+            fits = np.isin(found, states) & (slots >= 0)
             bad = int(np.flatnonzero(~fits)[0])
             raise InternalError(f"residency: cannot {verb} slot {slots[bad]}, which is {SlotState(found[bad]).name}")
-        if not pins and self.table.pins[slots].any():
+        if not pins and any_of(self.table.pins[slots]):
             bad = int(np.flatnonzero(self.table.pins[slots])[0])
             raise InternalError(f"residency: cannot {verb} slot {slots[bad]}, which is pinned")
-        if len(slots) > 1 and len(set(slots.tolist())) < len(slots):
+        if len(slots) > 1 and not distinct(slots):
             raise InternalError(f"residency: cannot {verb} one slot twice in one call")
 
     def _drop(self, kind: int, slots: I64) -> None:
@@ -401,7 +399,9 @@ class Residency:
         Without `used` they become the newest, but for no use.
         """
         numbers = _array(slots)
-        numbers = numbers[self.table.state[numbers] == READY]
+        states = self.table.state[numbers]
+        if not all_are(states, READY):
+            numbers = numbers[states == READY]
         if len(numbers):
             self.table.stamp_now(numbers)
             for kind, part in self._by_kind(numbers):
@@ -460,7 +460,7 @@ class Residency:
     def _by_group(self, slots: I64) -> Iterator[tuple[int, I64]]:
         groups = self.table.group[slots]
         first = int(groups[0])
-        if (groups == first).all():
+        if not any_of(groups != groups[0]):
             yield first, slots
             return
         for group in dict.fromkeys(groups.tolist()):

@@ -62,7 +62,10 @@ class TierState:
     overdue: int = 0
     """Bytes of slots under overdue promotion jobs."""
     overdue_jobs: int = 0
-    cascades: deque[tuple[OffloadKey, bytes | None]] = field(default_factory=deque)
+    cascades: deque[OffloadKey] = field(default_factory=deque)
+    """Keys that wait for their store."""
+    digests: dict[OffloadKey, bytes] = field(default_factory=dict)
+    """Digests that came with some of them."""
     cascading: int = 0
     """Bytes pinned by handed-over cascades."""
     cascades_out: int = 0
@@ -119,6 +122,8 @@ class CoreState:
         """Something was given back since the queue was last tried."""
         self.pump = False
         """Jobs may have become ready to be handed over."""
+        self.bounds: dict[tuple[float | int | None, ...], tuple[float, float]] = {}
+        """Stall and total of a wait, by a request's own ones and the tiers that it waits for."""
         self.timers: list[tuple[float, int, int, Request]] = []
         self._timer_seq = 0
         largest = max(layout.chunk_bytes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvstrata.core.arrays import NO_SLOTS, any_of, count_of
 from kvstrata.core.residency import Residency
 from kvstrata.types import I64, FailCause
 
@@ -109,6 +110,9 @@ class Counters:
         return replace(self)
 
 
+_NONE, _OPEN = np.int8(PromotionTag.NONE), np.int8(PromotionTag.OPEN)
+
+
 class PromotionAccount:
     """Puts every promotion into exactly one class."""
 
@@ -119,7 +123,7 @@ class PromotionAccount:
     def started(self, slots: I64) -> int:
         """Promotions into these reserved slots begin; returns their bytes."""
         self._residency.tag[slots] = PromotionTag.OPEN
-        size = int(self._residency.length[slots].sum())
+        size = self._residency.table.bytes_of(slots)
         self._counters.promoted += len(slots)
         self._counters.promotions_open += len(slots)
         self._counters.promoted_bytes += size
@@ -127,22 +131,29 @@ class PromotionAccount:
 
     def consumed(self, slots: I64) -> None:
         """A load uses these slots."""
-        promoted = slots[self._residency.tag[slots] != PromotionTag.NONE]
+        promoted = self._uncounted(slots)
         if len(promoted):
             self._counters.consumed += len(promoted)
-            self._counters.consumed_bytes += int(self._residency.length[promoted].sum())
+            self._counters.consumed_bytes += self._residency.table.bytes_of(promoted)
             self._counters.promotions_open -= len(promoted)
             self._residency.tag[promoted] = PromotionTag.NONE
 
+    def _uncounted(self, slots: I64) -> I64:
+        """Promoted slots that are in no class yet."""
+        tags = self._residency.tag[slots]
+        count = any_of(tags)
+        return slots if count == len(slots) else slots[tags != _NONE] if count else NO_SLOTS
+
     def released(self, slots: I64, tag: PromotionTag) -> None:
         """A request let go of these slots; what nobody else holds is now unused for that reason."""
-        tags, holds = self._residency.tag, self._residency.holds
-        idle = slots[(tags[slots] == PromotionTag.OPEN) & (holds[slots] == 0)]
-        tags[idle] = tag
+        tags = self._residency.tag[slots]
+        if count_of(tags, _OPEN):
+            idle = slots[(tags == _OPEN) & (self._residency.holds[slots] == 0)]
+            self._residency.tag[idle] = tag
 
     def failed(self, slots: I64) -> None:
         """The bytes did not come."""
-        promoted = slots[self._residency.tag[slots] != PromotionTag.NONE]
+        promoted = self._uncounted(slots)
         self._counters.failed += len(promoted)
         self._counters.promotions_open -= len(promoted)
         self._residency.tag[promoted] = PromotionTag.NONE
@@ -150,6 +161,8 @@ class PromotionAccount:
     def dropped(self, slots: I64) -> None:
         """These slots lose their content (evicted, cancelled, reset): their class is final."""
         tags = self._residency.tag[slots]
+        if not any_of(tags):
+            return
         counts = np.bincount(tags, minlength=len(PromotionTag))
         self._counters.not_taken += int(counts[PromotionTag.OPEN] + counts[PromotionTag.NOT_TAKEN])
         self._counters.cancelled += int(counts[PromotionTag.CANCELLED])

@@ -13,7 +13,7 @@ from kvstrata.core.promotions import Promotions
 from kvstrata.core.requests import Request
 from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState
-from kvstrata.types import I64, JobKind, OffloadKey, key_group
+from kvstrata.types import I64, JobKind, OffloadKey
 
 
 class Stores:
@@ -109,8 +109,8 @@ class Stores:
         core.counters.stored += len(job.slots)
         core.counters.stored_bytes += core.byte_size(job.slots)
         request = core.requests.get(job.request_id)
-        groups = np.array([key_group(key) for key in job.keys], np.int64)
-        for group in np.unique(groups).tolist():
+        groups = core.residency.group[job.slots]
+        for group in sorted(set(groups.tolist())):
             chain = job.slots[groups == group]
             anchor = -1 if request is None else self._anchor(request, group)
             self._promotions.publish(chain, anchor)

@@ -34,6 +34,10 @@ RETRY_MOST_S = 0.1
 """How soon a tier that answers at once, but did not know yet, is asked again; doubles."""
 
 
+MOST_BOUNDS = 1024
+"""Bounds of waits that are remembered, by what they follow from; clients may name their own."""
+
+
 def new_clock(core: CoreState, request: Request) -> WaitClock:
     """The clocks of a wait that begins now."""
     stall, total = wait_bounds(core, request, [tier for tier in core.tiers if request.admits(tier.port)])
@@ -43,13 +47,20 @@ def new_clock(core: CoreState, request: Request) -> WaitClock:
 def wait_bounds(core: CoreState, request: Request, tiers: Sequence[TierState]) -> tuple[float, float]:
     """Stall and total, without its bytes, of a wait for these tiers; where 0 is set the bounds of jobs rule."""
     config, options = core.config, request.options
+    known = (options.stall_s, options.total_s, *(tier.index for tier in tiers))
+    bounds = core.bounds.get(known)
+    if bounds is not None:
+        return bounds
 
     def longest(own: float | None, by_tier: Mapping[str, float], default: float, job: float) -> float:
         values = [by_tier.get(tier.port.name, default) for tier in tiers] if own is None else [own]
         return max((value or job for value in values), default=default or job)
 
     stall = longest(options.stall_s, config.tier_stall_s, config.stall_s, config.job_idle_s)
-    return stall, longest(options.total_s, config.tier_total_s, config.total_s, config.job_total_s)
+    total = longest(options.total_s, config.tier_total_s, config.total_s, config.job_total_s)
+    if len(core.bounds) < MOST_BOUNDS:
+        core.bounds[known] = stall, total
+    return stall, total
 
 
 class TwoPhaseDoor:
