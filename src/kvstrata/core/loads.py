@@ -27,12 +27,19 @@ class Loads:
         plan that is not `complete`: it loads nothing and is to be reported as failed.
         """
         boundary = request.computed + tokens
-        ranges = self._core.layout.consumed_ranges(boundary, request.computed)
-        held = request.state is RequestState.READY and tokens <= request.hit
-        complete = held and all(
-            lo >= hi or (have_lo <= lo and hi <= have_hi)
-            for (lo, hi), (have_lo, have_hi) in zip(ranges, request.ranges, strict=True)
-        )
+        ready = request.state is RequestState.READY
+        if ready and tokens == request.hit:
+            ranges, complete = request.ranges, True
+        else:
+            ranges = self._core.layout.consumed_ranges(boundary, request.computed)
+            complete = (
+                ready
+                and tokens < request.hit
+                and all(
+                    lo >= hi or (have_lo <= lo and hi <= have_hi)
+                    for (lo, hi), (have_lo, have_hi) in zip(ranges, request.ranges, strict=True)
+                )
+            )
         if not complete:
             ranges = tuple((0, 0) for _ in ranges)
         parts = [

@@ -55,6 +55,8 @@ class Layout:
     chunk_bytes: tuple[int, ...] = field(init=False)
     order: tuple[int, ...] = field(init=False)
     """Group indices, cheapest bound first: prefix kinds, then kinds that always consume, then the others."""
+    all_full: bool = field(init=False)
+    """Every group is full attention."""
     kind_step: int = field(init=False)
     """Every boundary is a multiple of this, the limit itself included; 0 if no boundary exists."""
     boundary_step: int = field(init=False)
@@ -77,6 +79,7 @@ class Layout:
             ("kind_step", kind_step),
             ("boundary_step", _capped_lcm([kind_step, self.alignment_tokens])),
             ("idle_step", idle_step),
+            ("all_full", all(kind.prefix for kind in kinds)),
         ):
             object.__setattr__(self, name, value)
 
@@ -91,11 +94,6 @@ class Layout:
             require_count(f"{where}.chunk_bytes", group.chunk_bytes, 0, 1 << 50)
             if group.drafter and not group.kind.may_draft:
                 raise ConfigError(f"{where}.drafter: a {group.kind.name} group cannot be a drafter")
-
-    @property
-    def all_full(self) -> bool:
-        """Every group is full attention."""
-        return all(group.kind.prefix for group in self.groups)
 
     def limit(self, total: int, asynchronous: bool = True) -> int:
         """The largest boundary that a request of `total` tokens may be given.

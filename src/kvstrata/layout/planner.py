@@ -78,7 +78,7 @@ def resolve(
     if boundary is None:
         why = partial(explain.no_hit, search)
         return Decision(True, computed, idle, quiet, computed, search.passes, search.rounds, why)
-    needed = layout.needed_ranges(boundary, computed)
+    needed = search.needed or layout.needed_ranges(boundary, computed)
     probe = search.unknown(needed)
     if probe is not None:
         why = partial(explain.still_open, search, boundary, probe)

@@ -46,9 +46,20 @@ class Search:
         step, idle = layout.kind_step, layout.idle_step
         # The limit itself needs no alignment, only what the kinds ask for.
         self.top_allowed = bool(step) and top % step == 0 and not (idle and top % idle == 0)
-        # Groups that demand chunks at every boundary bind all of them; loose ones have boundaries free of charge.
-        self.binding = [g for g in layout.order if layout.groups[g].drafter or not layout.groups[g].kind.free_step]
-        self.loose = [g for g in layout.order if not layout.groups[g].drafter and layout.groups[g].kind.free_step > 1]
+        self.needed: tuple[Range, ...] | None = None
+        """What the boundary that was found needs, where finding it has told."""
+
+    @property
+    def binding(self) -> list[int]:
+        """Groups that demand chunks at every boundary: they bind all of them."""
+        groups = self.layout.groups
+        return [g for g in self.layout.order if groups[g].drafter or not groups[g].kind.free_step]
+
+    @property
+    def loose(self) -> list[int]:
+        """Groups that have boundaries free of charge."""
+        groups = self.layout.groups
+        return [g for g in self.layout.order if not groups[g].drafter and groups[g].kind.free_step > 1]
 
     def best(self) -> int | None:
         """The largest boundary, or None."""
@@ -75,9 +86,11 @@ class Search:
         best, cut = self.ceiling(upper)
         if best <= self.computed or self.byte_limit is not None:
             return None
-        for flags, (lo, hi) in zip(self.presence, self.layout.needed_ranges(best, self.computed), strict=True):
+        needed = self.layout.needed_ranges(best, self.computed)
+        for flags, (lo, hi) in zip(self.presence, needed, strict=True):
             if lo < hi and (hi > len(flags) or _ABSENT in flags[lo:hi].tobytes()):
                 return None
+        self.needed = needed
         self.passes, self.cut = len(self.layout.groups), cut
         return best
 

@@ -30,6 +30,8 @@ class LRU(ChainQueues, EvictionPolicy):
         self._push(slots)
 
     def touch(self, slots: Sequence[int]) -> None:
+        if self._are_hottest(slots):
+            return  # a request that ends touches again what its load has just touched
         nexts, prevs, where = self._next, self._prev, self._where
         for slot in slots:
             node = slot + 1
@@ -40,6 +42,15 @@ class LRU(ChainQueues, EvictionPolicy):
             else:
                 self._unlink(node)
         self._push(slots)
+
+    def _are_hottest(self, slots: Sequence[int]) -> bool:
+        """Whether `slots` are what a touch of them would make them: the hot end, in this order."""
+        prevs, node = self._prev, 0
+        for slot in slots:
+            node = prevs[node]
+            if node != slot + 1:
+                return False
+        return True
 
     def _push(self, slots: Sequence[int]) -> None:
         """Links `slots`, which are in no queue, at the hot end: the last one first."""
