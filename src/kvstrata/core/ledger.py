@@ -158,7 +158,8 @@ class Ledger:
 
     def oldest(self, now: float) -> float:
         """Age in seconds of the oldest unfinished job; 0 without one."""
-        return max((now - job.started for job in self._jobs.values()), default=0.0)
+        first = next(iter(self._jobs.values()), None)  # time does not go back, so it was accepted first
+        return 0.0 if first is None else now - first.started
 
     def _due(self, job: Job) -> float:
         return min(job.progressed + self._idle_s, job.started + self._total_s)
