@@ -8,9 +8,11 @@ from kvstrata.cli.bench_disk import disk
 from kvstrata.cli.bench_engine import engine
 from kvstrata.cli.bench_resolve import bench_resolve
 from kvstrata.cli.bench_step import bench_step
+from kvstrata.cli.bench_tier import bench_tier
 
 app = typer.Typer(help="Measure kvstrata on this machine.", no_args_is_help=True)
 app.command("resolve")(bench_resolve)
 app.command("step")(bench_step)
 app.command("engine")(engine)
 app.command("disk")(disk)
+app.command("tier")(bench_tier)

@@ -25,6 +25,7 @@ from kvstrata.runtime.executor import ThreadExecutor
 from kvstrata.runtime.guard import GuardedTier
 from kvstrata.tiers.base import Clock, TierContext
 from kvstrata.tiers.registry import is_shared, make_tier
+from kvstrata.tiers.server.tier import ServerTier
 
 SPEED_BYTES = 64 << 20
 PIECE = 4 << 20
@@ -106,7 +107,25 @@ def examine(config: Config, clock: Clock | None = None) -> Iterator[Finding]:
         if is_shared(tier.type, options) and not options.get("secret"):
             text = "who can write there can change what the engine computes: records are checked, not signed"
             yield Finding(Verdict.WARN, tier.name, text, "secret, or only parties that trust each other")
+        if not isinstance(path, str):
+            yield from _store(tier)
         yield _self_test(tier, clock)
+
+
+def _store(entry: TierConfig) -> Iterator[Finding]:
+    """What can be said of a tier over a server without asking it."""
+    try:
+        tier = make_tier(entry.type, name=entry.name, **tier_options(entry.options, entry.name))
+    except KVStrataError:
+        return  # the self-test says it
+    if not isinstance(tier, ServerTier):
+        return
+    if entry.options.get("limit") is None:
+        yield Finding(Verdict.WARN, entry.name, "no limit is set; nothing of the part is ever evicted", "set limit")
+    if not entry.options.get("part"):
+        said = f"its part is this host's name, {tier.part}"
+        advice = "set part, if the name changes over restarts or two engines run here"
+        yield Finding(Verdict.WARN, entry.name, said, advice)
 
 
 def _memory(config: Config) -> Iterator[Finding]:

@@ -79,6 +79,11 @@ class Owner:
     token: str
     """Random: two tiers of one process are two owners."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it ran on this host, so that more can be known of it."""
+        return self.host == socket.gethostname()
+
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
@@ -120,7 +125,7 @@ def this_process() -> Owner:
 
 def is_provably_dead(owner: Owner) -> bool:
     """Whether a process that ran on this host is no more. Of other hosts nothing is known."""
-    if owner.host != socket.gethostname():
+    if not owner.is_here:
         return False
     if owner.boot != _boot():
         return bool(owner.boot)
@@ -213,6 +218,18 @@ def give_back(place: ClaimPlace, part: str, owner: Owner) -> None:
     """End being the writer of a part. Its claim and its chunks stay. Raises `PlaceError`."""
     if holds(place, part, owner):
         place.delete(part + OWNER)
+
+
+def check_gone(place: ClaimPlace, part: str, *, this_host_only: bool) -> None:
+    """Raise `ConfigError` if a part may have a writer, `PlaceError` if that cannot be asked.
+
+    An owner on this host that still runs is never overridden; one on another host only if `this_host_only` is False,
+    because nothing can be known of it from here.
+    """
+    owner = owner_of(place, part)
+    if owner is not None and not is_provably_dead(owner) and (this_host_only or owner.is_here):
+        hint = "" if owner.is_here else "; if it is gone for good, say so with --force"
+        raise ConfigError(f"part {part} is written by {owner}{hint}")
 
 
 def drop_claim(place: ClaimPlace, part: str) -> None:

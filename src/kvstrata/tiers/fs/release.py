@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.common.claims import PlaceError, check_part, drop_claim, is_provably_dead, list_claims, owner_of
+from kvstrata.tiers.common.claims import PlaceError, check_gone, check_part, drop_claim, list_claims
 from kvstrata.tiers.common.record import Identity
 from kvstrata.tiers.fs.files import PRIVATE, RealFileSystem
 from kvstrata.tiers.fs.place import PARTS, TEMPORARY, TEMPORARY_NAME
@@ -45,12 +45,7 @@ def release_part(path: str, part: str, *, this_host_only: bool = True) -> Releas
         folder = Path(path) / PARTS / part
         if not folder.is_dir() and part not in {claim.part for claim in list_claims(client.claims)}:
             raise ConfigError(f"{path}: there is no part {part}")
-        owner = owner_of(client.claims, part)
-        if owner is not None and not is_provably_dead(owner):
-            elsewhere = owner.host != os.uname().nodename
-            if this_host_only or not elsewhere:
-                hint = "; if it is gone for good, say so with --force" if elsewhere else ""
-                raise ConfigError(f"{path}: part {part} is written by {owner}{hint}")
+        check_gone(client.claims, part, this_host_only=this_host_only)
         count, size, kept = _delete_files(folder)
         if not kept:
             drop_claim(client.claims, part)

@@ -4,7 +4,8 @@
     PREFIX/parts/PART/SCOPE/KEY           one record: hex of scope (namespace, layout) and key
 
 Every writer has a part of its own; reads look into all. Which parts there are is listed at most once per `PARTS_S`,
-beside the requests that need it. A batch is one task: its requests run side by side, at most `connections` of them.
+beside the requests that need it. A batch is one task whose requests run side by side; all tasks together have at most
+`connections` transfers under way.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class ObjectClient:
         clock: Callable[[], Clock | None],
         *,
         connections: int,
+        tasks: int,
         multipart_bytes: int,
     ) -> None:
         self.location = location
@@ -128,6 +130,8 @@ class ObjectClient:
         self._open_store = open_store
         self._clock = clock
         self._connections = connections
+        self._width = max(connections // tasks, 1)
+        """Transfers of one batch at once: so many batches are under way together."""
         self._multipart_bytes = multipart_bytes
         self._identity = Identity(bytes(16), 0)
         self._part = ""
@@ -169,8 +173,8 @@ class ObjectClient:
             else:
                 self._loops.append(loop)
 
-    async def _all(self, work: Sequence[Awaitable[T]]) -> list[T]:
-        gate = asyncio.Semaphore(self._connections)
+    async def _all(self, work: Sequence[Awaitable[T]], width: int = 0) -> list[T]:
+        gate = asyncio.Semaphore(width or self._connections)
 
         async def one(part: Awaitable[T]) -> T:
             async with gate:
@@ -243,7 +247,7 @@ class ObjectClient:
         """One GET per record; the payload is copied once, from the library's memory into primary."""
         store = self.store
         if store is not None and items:
-            self._run(self._all([self._read(store, item) for item in items]))
+            self._run(self._all([self._read(store, item) for item in items], self._width))
 
     async def _read(self, store: ObjectStore, item: ReadItem) -> None:
         for part in self._candidates(item):
@@ -287,7 +291,7 @@ class ObjectClient:
             for item in items:
                 item.fail(FailCause.REFUSED)
             return
-        self._run(self._all([self._write(store, item) for item in items]))
+        self._run(self._all([self._write(store, item) for item in items], self._width))
 
     async def _write(self, store: ObjectStore, item: WriteItem) -> None:
         size = HEADER_BYTES + len(item.payload)

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
+TASK_KEYS = 8
+TASK_BYTES = 16 << 20
+"""Small tasks, so that already one job of an engine keeps every connection busy."""
+
+
 class ObjectTier(ServerTier):
     """One object per chunk below `url` (s3://BUCKET/PREFIX, gs://..., az://..., file:///FOLDER, memory://).
 
@@ -56,6 +61,8 @@ class ObjectTier(ServerTier):
             secret=secret,
             timeout_s=timeout_s,
             retry_s=retry_s,
+            task_keys=TASK_KEYS,
+            task_bytes=TASK_BYTES,
         )
         self.url = url
         self.capabilities = Capabilities(sync_probe=False, probe_cost_s=probe_cost_s, shared=True)
@@ -94,6 +101,7 @@ class ObjectTier(ServerTier):
             open_store,
             lambda: None if self._context is None else self._context.clock,
             connections=connections,
+            tasks=settings.width,
             multipart_bytes=multipart_bytes,
         )
 

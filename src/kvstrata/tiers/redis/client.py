@@ -29,6 +29,8 @@ Connection: TypeAlias = Any
 """A `redis.Redis` or a `redis.RedisCluster`; their types differ, their commands do not."""
 
 PAGE = 1000
+READ_BYTES = 2 << 20
+"""About so much is asked for at once."""
 OVERHEAD_BYTES = 256
 """What a record takes besides its bytes: names in the key space and in the sorted set, and their tables."""
 
@@ -200,7 +202,19 @@ class RedisClient:
             return [cause_of(error)] * len(keys)
 
     def read(self, items: Sequence[ReadItem]) -> None:
-        """One GETRANGE per record, in one pipeline: of a value that is too long only one byte too much is fetched."""
+        """One GETRANGE per record, in pipelines whose answers are still in the processor's cache when they are used."""
+        part: list[ReadItem] = []
+        total = 0
+        for item in items:
+            if part and total + len(item.target) > READ_BYTES:
+                self._read(part)
+                part, total = [], 0
+            part.append(item)
+            total += len(item.target)
+        self._read(part)
+
+    def _read(self, items: Sequence[ReadItem]) -> None:
+        """One pipeline. Of a value that is too long only one byte too much is fetched."""
         commands = [("GETRANGE", self._name(item.key), 0, HEADER_BYTES + len(item.target)) for item in items]
         try:
             results = self._pipeline(commands)

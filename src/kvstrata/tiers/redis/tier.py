@@ -14,6 +14,8 @@ from kvstrata.tiers.server.tier import ServerSettings, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+READ_SIZE = 256 << 10
+"""Bytes of one read from a socket."""
 TASK_BYTES = 16 << 20
 """Most payload of one pipeline: all of its answers are in memory at once."""
 
@@ -113,6 +115,7 @@ class RedisTier(ServerTier):
             **self._credentials(),
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
+            "socket_read_size": READ_SIZE,
             # A connection that the server has closed meanwhile is made again, once; nothing else is tried again here.
             "retry": Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,)),
         }

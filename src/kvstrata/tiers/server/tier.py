@@ -9,6 +9,7 @@ from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.common.record import Identity, tag_key_of
 from kvstrata.tiers.common.self_test import run_self_test
 from kvstrata.tiers.server.core import ServerSettings, State
+from kvstrata.tiers.server.release import ReleasedPart, release_part
 from kvstrata.tiers.server.secrets import read_secret
 from kvstrata.tiers.server.stores import Stores
 from kvstrata.tiers.server.tasks import (
@@ -207,6 +208,17 @@ class ServerTier(Stores):
             if not idle or not self._outbox:
                 self._collect()
                 return not self._jobs.open
+
+    def release(self, part: str, *, this_host_only: bool = True) -> ReleasedPart:
+        """Free a part whose engine is gone for good, this tier being closed. Raises `ConfigError`."""
+        if self._state is not State.CLOSED:
+            raise StateError(f"tier {self.name} is open")
+        return release_part(self._client, part, timeout_s=self._settings.timeout_s, this_host_only=this_host_only)
+
+    @property
+    def part(self) -> str:
+        """The part that this tier writes."""
+        return self._part
 
     def self_test(self) -> str | None:
         """Write a record, read it back, compare, remove it."""
