@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from servers import MooncakeServer
+from servers import MooncakeServer, wait_until
 from services_kit import find_server
 
 from kvstrata.core.settings import CoreConfig
 from kvstrata.errors import ConfigError
+from kvstrata.runtime.executor import Signal
 from kvstrata.testing.node import Node, one_group
 from kvstrata.testing.node_process import NodeProcess
 from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE
@@ -82,15 +83,19 @@ def test_mooncake_master_that_hangs_costs_recomputation_within_the_bound_and_com
 
 @pytest.mark.slow
 def test_mooncake_master_frozen_between_probe_and_read_leaves_no_slot_in_use(mooncake_server: MooncakeServer) -> None:
-    tier = tier_of(mooncake_server, timeout_s=0.5)
+    tier = tier_of(mooncake_server, timeout_s=30.0)
     bounds = config(stall_s=1.0, job_idle_s=2.0, job_total_s=4.0)
     with Node(LAYOUT, [tier], config=bounds) as node:
         node.store("a", 64 * TOKENS)
         node.forget()
         read = tier._mooncake.read
 
+        thawed = Signal()
+
         def freeze_and_read(items: object) -> None:
+            """A call that hangs longer than every bound: the library's own is another matter."""
             mooncake_server.freeze()
+            thawed.wait(60)
             read(items)  # type: ignore[arg-type]
 
         tier._mooncake.read = freeze_and_read  # type: ignore[method-assign]
@@ -101,9 +106,33 @@ def test_mooncake_master_frozen_between_probe_and_read_leaves_no_slot_in_use(moo
         node.wait_for(lambda: residency.quarantined_bytes > 0, 5)  # the call still may write there
         tier._mooncake.read = read  # type: ignore[method-assign]
         mooncake_server.thaw()
+        thawed.set()
         node.settle(60)
         node.check_idle()
         node.wait_for(lambda: node.load("a", 64 * TOKENS) == 64 * TOKENS, 60)
+
+
+@pytest.mark.slow
+def test_mooncake_engine_that_starts_and_ends_while_the_master_hangs(mooncake_server: MooncakeServer) -> None:
+    mooncake_server.freeze()
+    options = {"master": mooncake_server.master, "metadata": mooncake_server.metadata, "segment": SEGMENT}
+    started = time.monotonic()
+    with NodeProcess({"type": "mooncake", "part": "two", "timeout_s": 1.0, **options}) as other:
+        assert other.ask("load a 4") == "loaded 0"
+        assert time.monotonic() - started < 15
+        mooncake_server.thaw()
+
+        def in_use() -> bool:
+            other.ask("store a 4")
+            other.ask("forget")
+            return other.ask("load a 4") == "loaded 4"
+
+        wait_until(in_use, "use of the store", 60)
+        mooncake_server.freeze()
+        assert other.ask("load b 4") == "loaded 0"
+        started = time.monotonic()
+        assert other.end(60) == 0
+        assert time.monotonic() - started < 40
 
 
 @pytest.mark.slow

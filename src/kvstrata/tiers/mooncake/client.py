@@ -6,13 +6,15 @@ Each record is one object of two pieces, its header and its payload: the header 
 arena, the payload straight from and into primary, so nothing is copied in this process. The payload is verified where
 it has arrived. A read takes its item's permit before the transfer: what may be written to is not given up.
 
-The library's calls have bounds of their own (30 s for a master that hangs). They release the interpreter lock, so a
-call that hangs costs one worker and nothing else.
+A call to a master that hangs ends by the library's own bound, which is set to the tier's time-out before the library is
+loaded; what moves bytes has other bounds. Calls release the interpreter lock, so one that hangs costs one worker and
+nothing else.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import socket
 import urllib.error
@@ -50,8 +52,21 @@ SCAN_PAGE = 1000
 _RECORD = re.compile(f"([0-9a-f]{{{2 * SCOPE_BYTES}}})/([0-9a-f]{{{2 * KEY_BYTES}}})")
 
 
-def library() -> Any:
-    """The package's module. Raises `ImportError`, also if libibverbs is missing."""
+RPC_BOUNDS = ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS")
+"""What the library reads for the longest time of a call to the master, when it is first used in a process."""
+
+
+_LEFT: list[Any] = []
+"""Connections that could not be closed."""
+
+
+def library(timeout_s: float | None = None) -> Any:
+    """The package's module; with `timeout_s`, calls to the master end in that time unless the environment says another.
+
+    Raises `ImportError`, also if libibverbs is missing.
+    """
+    for name in RPC_BOUNDS if timeout_s is not None else ():
+        os.environ.setdefault(name, str(max(int(1000 * (timeout_s or 0)), 1)))
     return importlib.import_module("mooncake.store")
 
 
@@ -163,12 +178,17 @@ class MooncakeClient:
             self._registered.append(address)
 
     def close(self) -> None:
-        """Disconnect. A store that was given is only let go of."""
+        """Disconnect. A store that was given is only let go of; one whose master does not answer is left to the end of
+        the process, since saying good-bye to it could outlast everybody's patience.
+        """
         store, self.store = self.store, None
         registered, self._registered = self._registered, []
         self._where.clear()
         self._bad.clear()
         if store is None:
+            return
+        if store is not self._given and store.is_exist(self.prefix) < 0:
+            _LEFT.append(store)
             return
         for address in registered:
             store.unregister_buffer(address)

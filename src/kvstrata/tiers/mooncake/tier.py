@@ -58,6 +58,7 @@ class MooncakeTier(ServerTier):
                 if not isinstance(value, str) or not value:
                     raise ConfigError(f"{at}: {option}: is needed, the address of the Mooncake {option} server")
         _check(at, protocol, prefix, segment, replicas)
+        _load(at, timeout_s)
         self.capabilities = Capabilities(sync_probe=False, probe_cost_s=probe_cost_s, shared=True)
         self._mooncake = MooncakeClient(
             Connection(master, metadata, hostname, protocol, devices, segment, admin.rstrip("/")),
@@ -86,7 +87,7 @@ class MooncakeTier(ServerTier):
 
 
 def _check(at: str, protocol: str, prefix: str, segment: int, replicas: int) -> None:
-    """Raise `ConfigError` for an option that makes no sense, or if the library is missing."""
+    """Raise `ConfigError` for an option that makes no sense."""
     if protocol not in ("tcp", "rdma"):
         raise ConfigError(f"{at}: protocol: {protocol!r} must be tcp or rdma")
     if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
@@ -94,8 +95,12 @@ def _check(at: str, protocol: str, prefix: str, segment: int, replicas: int) -> 
     for option, count, least in (("segment", segment, 0), ("replicas", replicas, 1)):
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             raise ConfigError(f"{at}: {option}: {count!r} must be a whole number, at least {least}")
+
+
+def _load(at: str, timeout_s: float) -> None:
+    """Load the library; raises `ConfigError` if it cannot be."""
     try:
-        library()
+        library(timeout_s)
     except ImportError as error:
         raise ConfigError(
             f"{at}: needs mooncake-transfer-engine (pip install 'kvstrata[mooncake]') and libibverbs1: {error}"
