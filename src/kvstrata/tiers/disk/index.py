@@ -70,6 +70,8 @@ class Index:
 
     def __init__(self, capacity: int = 1024) -> None:
         self.count = 0
+        self.changes = 0
+        """Calls that gave or took a row: what `find` said before the last one may be wrong."""
         self._used = 0  # rows ever handed out; above are untouched
         self._free = array("i")  # deleted rows, to be used again
         self._columns(max(capacity, 16))
@@ -238,6 +240,7 @@ class Index:
         self.stamp[rows] = 0
         self._place(hashes_of(words) if hashes is None else hashes, rows)
         self.count += count
+        self.changes += 1
         return rows
 
     def delete(self, rows: I64) -> None:
@@ -256,3 +259,4 @@ class Index:
         self.segment[rows] = -1
         self._free.frombytes(rows.astype(np.int32).tobytes())
         self.count -= len(rows)
+        self.changes += 1

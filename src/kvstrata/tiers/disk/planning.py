@@ -141,6 +141,15 @@ def plan_units(segments: I64, places: I64, lengths: I64, memory: I64) -> list[Un
     return plans
 
 
+def in_a_row(segments: list[int], places: list[int], size: int) -> list[tuple[int, int]] | None:
+    """The same as `even_units` for what lies in one row of one segment, as a job of its own batch does; else None."""
+    count, first = len(places), places[0]
+    if places != list(range(first, first + count * size, size)) or segments.count(segments[0]) != count:
+        return None
+    most = max(UNIT_BYTES // size, 1)
+    return [(at, min(at + most, count)) for at in range(0, count, most)]
+
+
 def even_units(segments: I32, places: U32, size: int) -> list[tuple[int, int]] | None:
     """Units of straight slots of one size as ranges of the given order; None if that is not the order on disk."""
     # Two places of different segments are never `size` apart here: both are within 32 bits of their segment.

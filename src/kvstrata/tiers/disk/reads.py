@@ -7,14 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstrata.tiers.disk.desk import Desk
-from kvstrata.tiers.disk.format import BLOCK, SECTOR
 from kvstrata.tiers.disk.index import words_of
 from kvstrata.tiers.disk.jobs import Job, ReadOp
-from kvstrata.tiers.disk.planning import even_size, even_units, plan_units
+from kvstrata.tiers.disk.planning import even_size, even_units, in_a_row, plan_units
 from kvstrata.tiers.disk.segment import Segment
 from kvstrata.tiers.disk.tasks import Done, ReadUnit
 from kvstrata.tiers.disk.writes import Writes
-from kvstrata.types import DIGEST_BYTES, I64, KEY_BYTES, FailCause, OffloadKey, TierJob
+from kvstrata.types import DIGEST_BYTES, I64, FailCause, OffloadKey
 
 
 class Reads:
@@ -25,20 +24,14 @@ class Reads:
         self._writes = writes
         self.left: Callable[[Segment], None] = lambda segment: None
 
-    def submit(self, job: TierJob) -> None:
-        """Read what is held."""
-        desk, writes = self._desk, self._writes
-        state = desk.jobs.begin(job)
-        if state.left == 1 and self._submit_one(state):
-            return
-        if not state.left or writes.refuse_odd(state):
-            return
-        index, lengths = desk.index, np.array(job.lengths, np.int64)
-        rows = index.find(words_of(job.keys))
-        if rows.min() >= 0 and bool((index.length.take(rows) == lengths).all()):
+    def submit(self, state: Job, rows: I64) -> None:
+        """Read what is held. `rows`: where the job's keys are, or -1."""
+        job, index, writes = state.job, self._desk.index, self._writes
+        if rows.min() >= 0 and index.length.take(rows).tolist() == list(job.lengths):
             if not self._read_even(state, rows):
-                self._read(state, np.arange(len(rows)), rows, lengths)
+                self._read(state, np.arange(len(rows)), rows, np.array(job.lengths, np.int64))
             return
+        lengths = np.array(job.lengths, np.int64)
         found = rows >= 0
         if not found.all():
             writes.fail(state, np.flatnonzero(~found).tolist(), FailCause.GONE)
@@ -51,26 +44,6 @@ class Reads:
         if len(picks):
             self._read(state, picks, rows[picks], lengths[picks])
 
-    def _submit_one(self, state: Job) -> bool:
-        """The same for a job of one key that is held with the right length; False if it is not."""
-        desk, job, index = self._desk, state.job, self._desk.index
-        key, length = job.keys[0], job.lengths[0]
-        row = index.find_key(key) if len(key) == KEY_BYTES else -1
-        if row < 0 or index.length[row] != length:
-            return False
-        index.stamp[row] = desk.next_tick()
-        segment = desk.space.segments[int(index.segment[row])]
-        place, memory = [int(index.offset[row])], job.offsets[0]
-        straight = length >= BLOCK and not (length | (memory + desk.address)) % SECTOR
-        segment.readers += 1
-        task = ReadUnit(
-            desk.new_task(ReadOp(state, [0], segment, place)), segment.number, place, [length], [memory],
-            index.digest[row].tobytes(), desk.settings.verify, straight,
-        )  # fmt: skip
-        state.tasks.add(task.task_id)
-        desk.workers.push(task)
-        return True
-
     def _read_even(self, state: Job, rows: I64) -> bool:
         """The same as `_read` for a job whose keys, all held, have straight slots of one size and lie in its order.
 
@@ -78,12 +51,15 @@ class Reads:
         """
         desk, index, job = self._desk, self._desk.index, state.job
         size = even_size(job.lengths, job.offsets, desk.address)
+        if not size:
+            return False
         segments, places = index.segment.take(rows), index.offset.take(rows)
-        units = even_units(segments, places, size) if size else None
+        homes, numbers = segments.tolist(), places.tolist()
+        units = in_a_row(homes, numbers, size) or even_units(segments, places, size)
         if units is None:
             return False
         index.stamp[rows] = desk.next_tick()
-        numbers, homes, digests = places.tolist(), segments.tolist(), index.digest.take(rows, axis=0).tobytes()
+        digests = index.digest.take(rows, axis=0).tobytes()
         lengths, memory, verify = list(job.lengths), list(job.offsets), desk.settings.verify
         for a, b in units:
             segment = desk.space.segments[homes[a]]

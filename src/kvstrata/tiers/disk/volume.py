@@ -15,6 +15,7 @@ from kvstrata.tiers.disk.acquire import Acquired
 from kvstrata.tiers.disk.desk import Desk, Place, VolumeSettings, Workers
 from kvstrata.tiers.disk.format import BatchKind, Realm
 from kvstrata.tiers.disk.index import words_of
+from kvstrata.tiers.disk.intake import Intake
 from kvstrata.tiers.disk.io import Files
 from kvstrata.tiers.disk.jobs import Jobs, MoveOp, PrepareOp, ReadOp, SyncOp, TestOp, WriteOp
 from kvstrata.tiers.disk.reads import Reads
@@ -41,6 +42,7 @@ class Volume:
         self.writes = writes = Writes(desk)
         self.reads = reads = Reads(desk, writes)
         self.upkeep = upkeep = Upkeep(desk, writes)
+        self.intake = Intake(desk, writes, reads, context.wake)
         writes.want_spare, writes.sync, reads.left = upkeep.want_spare, upkeep.sync, upkeep.leave
         self._next_ticket = 1
         if acquired.bad:
@@ -67,6 +69,7 @@ class Volume:
 
     def probe(self, keys: Sequence[OffloadKey]) -> I8:
         """Presence of each key: what is being written is unknown."""
+        self.intake.empty()
         if set(map(len, keys)) != {KEY_BYTES}:
             answers = np.zeros(len(keys), np.int8)
             fit = [place for place, key in enumerate(keys) if len(key) == KEY_BYTES]
@@ -88,16 +91,17 @@ class Volume:
 
     def submit_store(self, job: TierJob) -> None:
         """Queue what is not held yet."""
-        self.writes.submit(job)
-        self.pump()
+        if self.intake.add(job, load=False):
+            self.pump()
 
     def submit_load(self, job: TierJob) -> None:
         """Read what is held, in units of neighbours."""
-        self.reads.submit(job)
-        self.desk.workers.start()
+        if self.intake.add(job, load=True):
+            self.pump()
 
     def cancel(self, job_id: int) -> None:
         """Skip what has not begun."""
+        self.intake.empty()
         state = self.desk.jobs.open.get(job_id)
         if state is not None:
             self.writes.cancel(state)
@@ -105,6 +109,7 @@ class Volume:
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Drop keys, those that are being written included, and log it."""
         desk = self.desk
+        self.intake.empty()
         gone = self.writes.drop_pending(keys)
         rows = np.unique(desk.find(keys))
         rows = rows[rows >= 0]
@@ -117,6 +122,7 @@ class Volume:
     def purge(self, namespace: bytes) -> int:
         """Drop a namespace; the ticket is answered when that is durable."""
         desk, ticket = self.desk, self._take_ticket()
+        self.intake.empty()
         desk.insert_added()
         if namespace == desk.realm.namespace:
             self.writes.drop_pending(list(self.writes.pending))
@@ -177,7 +183,8 @@ class Volume:
         return bool(answers)
 
     def pump(self) -> None:
-        """Place queued batches, keep a spare segment coming, and hand tasks over."""
+        """Take waiting jobs in, place queued batches, keep a spare segment coming, and hand tasks over."""
+        self.intake.empty()
         if self.desk.leaving:
             self.writes.fail_all(FailCause.CANCELLED)
             return
@@ -210,6 +217,7 @@ class Volume:
 
     def leave(self) -> None:
         """Begin nothing new; what is queued fails."""
+        self.intake.empty()
         self.desk.leaving = True
         self.writes.fail_all(FailCause.CANCELLED)
 
@@ -219,6 +227,7 @@ class Volume:
 
     def forget_all(self) -> None:
         """The directory is lost: nothing is held any more, and what is queued fails."""
+        self.intake.empty()
         rows = self.desk.index.live_rows()
         self.desk.tell_removed(rows)
         self.desk.forget_rows(self.desk.index, rows)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from kvstrata.tiers.disk.desk import Desk, Fresh
-from kvstrata.tiers.disk.format import BLOCK, KEY_WORDS, RECORDS_PER_BATCH, BatchKind, Realm
+from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, BatchKind, Realm
 from kvstrata.tiers.disk.jobs import Job, WriteOp
 from kvstrata.tiers.disk.planning import BatchPlan, even_batches, even_size, pieces, plan_batches
 from kvstrata.tiers.disk.segment import Segment, padded_sum
 from kvstrata.tiers.disk.tasks import Done, WriteBatch
-from kvstrata.types import DIGEST_BYTES, I64, KEY_BYTES, Bool, FailCause, Flushed, OffloadKey, TierJob
+from kvstrata.types import DIGEST_BYTES, I64, KEY_BYTES, Bool, FailCause, Flushed, OffloadKey
 
 
 class Writes:
@@ -39,16 +39,10 @@ class Writes:
 
     # jobs
 
-    def submit(self, job: TierJob) -> None:
-        """Queue what is not held yet."""
-        desk = self._desk
-        state = desk.jobs.begin(job)
-        if not state.left or self.refuse_odd(state):
-            return
-        packed = b"".join(job.keys)
-        rows = desk.index.find(np.frombuffer(packed, "<u4").reshape(-1, KEY_WORDS))
+    def submit(self, state: Job, packed: bytes, rows: I64) -> None:
+        """Queue what is not held yet. `packed`: the job's keys, concatenated; `rows`: where they are, or -1."""
         picks = list(range(len(rows))) if rows.max() < 0 else self._not_held(state, rows)
-        fresh = self._not_pending(state, picks, job.keys) if picks else picks
+        fresh = self._not_pending(state, picks, state.job.keys) if picks else picks
         if fresh:
             self._queue_store(state, fresh, packed)
 
@@ -59,13 +53,6 @@ class Writes:
         self._desk.jobs.report(state, np.flatnonzero(held).tolist())
         picks: list[int] = np.flatnonzero(~held).tolist()
         return picks
-
-    def refuse_odd(self, state: Job) -> bool:
-        """Keys of another length than 36 bytes cannot be held; a job with one is refused."""
-        if set(map(len, state.job.keys)) == {KEY_BYTES}:
-            return False
-        self.fail(state, range(len(state.job.keys)), FailCause.REFUSED)
-        return True
 
     def fail(self, job: Job, picks: Iterable[int], cause: FailCause) -> None:
         """These keys of a job did not work."""

@@ -1,0 +1,77 @@
+"""Jobs on their way into a volume: what comes while the disk is busy anyway is looked up together.
+
+A look into the index costs the same for a few keys as for many, so the jobs of a busy tier wait for each other: until
+the next poll, which is asked for at once, or until they are many. A job that finds the tier idle goes its way at once.
+Every other question to the volume takes them in first, so nobody sees a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstrata.tiers.disk.desk import Desk
+from kvstrata.tiers.disk.format import KEY_WORDS
+from kvstrata.tiers.disk.jobs import Job
+from kvstrata.tiers.disk.reads import Reads
+from kvstrata.tiers.disk.writes import Writes
+from kvstrata.types import KEY_BYTES, FailCause, TierJob
+
+_MOST_KEYS = 1024
+
+
+class Intake:
+    """The jobs that wait. `wake` is called when a poll is wanted."""
+
+    def __init__(self, desk: Desk, writes: Writes, reads: Reads, wake: Callable[[], None]) -> None:
+        self._desk = desk
+        self._writes = writes
+        self._reads = reads
+        self._wake = wake
+        self._waiting: list[tuple[TierJob, bool]] = []
+        self._keys = 0
+
+    def add(self, job: TierJob, *, load: bool) -> bool:
+        """Take the job in, or let it wait; whether it was taken in, with all that waited."""
+        self._waiting.append((job, load))
+        self._keys += len(job.keys)
+        if self._desk.ops and self._keys < _MOST_KEYS:
+            if len(self._waiting) == 1:
+                self._wake()
+            return False
+        self.empty()
+        return True
+
+    def empty(self) -> None:
+        """Take in what waits."""
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._keys = self._waiting, [], 0
+        accepted: list[tuple[Job, bool, bytes]] = []
+        for job, load in waiting:
+            state = self._desk.jobs.begin(job)
+            if not state.left:
+                continue
+            if set(map(len, job.keys)) == {KEY_BYTES}:
+                accepted.append((state, load, b"".join(job.keys)))
+            else:  # keys of another length cannot be held; a job with one is refused
+                self._writes.fail(state, range(len(job.keys)), FailCause.REFUSED)
+        if accepted:
+            self._take_in(accepted)
+
+    def _take_in(self, accepted: list[tuple[Job, bool, bytes]]) -> None:
+        index = self._desk.index
+        words = np.frombuffer(b"".join([packed for _, _, packed in accepted]), "<u4").reshape(-1, KEY_WORDS)
+        rows = index.find(words)
+        changes = index.changes
+        at = 0
+        for state, load, packed in accepted:
+            end = at + state.left
+            if index.changes != changes:  # a job before this one dropped a version
+                rows[at:end] = index.find(words[at:end])
+            if load:
+                self._reads.submit(state, rows[at:end])
+            else:
+                self._writes.submit(state, packed, rows[at:end])
+            at = end
