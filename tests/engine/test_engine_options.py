@@ -130,7 +130,9 @@ def test_cache_events_go_the_engines_own_way(engine: Engine) -> None:
             stored.setdefault(medium, set()).update((group, hashed) for hashed in hashes)
     assert set(stored) == {"GPU", "CPU", "DISK"}
     assert len(stored["CPU"]) > 4
-    assert stored["DISK"] == stored["CPU"] <= stored["GPU"]
+    assert stored["DISK"] == stored["CPU"]
+    # Of a window's group the engine itself names fewer blocks than are kept; but each hash is one that it published.
+    assert {hashed for _, hashed in stored["CPU"]} <= {hashed for _, hashed in stored["GPU"]}
     engine.reset(connector=True)
     one(engine, prompt(20, seed=9))
     removed = {medium for kind, medium, _, _ in engine.heard() if kind == "BlockRemoved"}
