@@ -27,6 +27,12 @@ $(DEV_STAMP): pyproject.toml tools/environment.sh $(MOVED)
 	@echo "[$(CURDIR)]" > $(RUN_STAMP)
 	@echo "[$(CURDIR)]" > $@
 
+ENGINE := .venvs/engine
+ENGINE_STAMP := $(ENGINE)/.installed
+$(ENGINE_STAMP): pyproject.toml requirements/engine.txt tools/engine_environment.sh
+	tools/engine_environment.sh "$(ENGINE)"
+	@touch $@
+
 .PHONY: moved
 moved:
 
@@ -37,9 +43,15 @@ replay: $(RUN_STAMP) ## Run the main job on the built-in workload and print the 
 	$(BIN)/kvstrata replay $(ARGS)
 
 .PHONY: bench
-bench: $(RUN_STAMP) ## Measure the cost of a first resolve, of a waiting request's step, and of stores and loads
-	$(BIN)/kvstrata bench resolve $(ARGS)
-	$(BIN)/kvstrata bench step $(ARGS)
+bench: $(RUN_STAMP) ## Measure the core: first resolve, waiting requests' steps, stores and loads, memory (a minute)
+	$(BIN)/kvstrata bench first
+	$(BIN)/kvstrata bench step
+	$(BIN)/kvstrata bench memory
+	$(BIN)/kvstrata bench resolve --rows "*/*/20/32768"
+
+.PHONY: bench-vllm
+bench-vllm: $(ENGINE_STAMP) ## Measure resolve beside vLLM in one process (hours for all rows; ARGS="--rows ... --budget ...")
+	$(ENGINE)/bin/kvstrata bench resolve --vs vllm $(ARGS)
 
 ##@ Develop
 
@@ -81,12 +93,6 @@ soak: $(DEV_STAMP) ## Run the long tests, and property tests with many more exam
 	KVSTRATA_PROFILE=soak $(PYTEST) -m "not soak" --timeout 7200 -o faulthandler_timeout=7100 tests/property $(ARGS)
 
 # One process per file: an engine cannot be started twice in one, and a file that hangs takes no other with it.
-ENGINE := .venvs/engine
-ENGINE_STAMP := $(ENGINE)/.installed
-$(ENGINE_STAMP): pyproject.toml requirements/engine.txt tools/engine_environment.sh
-	tools/engine_environment.sh "$(ENGINE)"
-	@touch $@
-
 FILES ?= tests/engine/test_*.py
 .PHONY: test-engine
 test-engine: $(ENGINE_STAMP) ## Run the tests against a real vLLM, on CPUs (minutes; FILES=..., ARGS="-k name")

@@ -110,3 +110,24 @@ def test_step_writes_its_row(tmp_path: Path) -> None:
     assert run(build_app(), ["bench", "step", *small, "--json", str(file)]) == 0
     (row,) = rows_of(file)
     assert (row["slots"], row["tiers"], row["batch"]) == (1000, 2, 16)
+
+
+def test_first_and_memory_write_their_rows(tmp_path: Path) -> None:
+    first, memory = tmp_path / "first.json", tmp_path / "memory.json"
+    assert run(build_app(), ["bench", "first", "--slots", "2048", "--tier-keys", "20000", "--json", str(first)]) == 0
+    assert {(row["order"], row["hit_tokens"] > 0) for row in rows_of(first)} == {  # type: ignore[operator]
+        ("chain", True), ("random", True), ("none", False)
+    }  # fmt: skip
+    assert run(build_app(), ["bench", "memory", "--slots", "1024", "--json", str(memory)]) == 0
+    kinds = [row["what"] for row in rows_of(memory)]
+    assert kinds == [
+        "resident chunk, lru", "resident chunk, s3fifo", "waiting key, probed", "waiting key, on its way"
+    ]  # fmt: skip
+
+
+def test_interference_measures_a_process_and_threads(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    small = ["--volume", "2MiB", "--chunk", "64KiB", "--pairs", "1", "--seconds", "0.05", "--no-pin"]
+    assert run(build_app(), ["bench", "interference", str(tmp_path / "disk"), *small, "--json", str(file)]) == 0
+    assert [row["io"] for row in rows_of(file)] == ["process", "threads"]
+    assert all(row["full_gbps"] > 0 for row in rows_of(file))  # type: ignore[operator]

@@ -151,13 +151,13 @@ def mix(slots: int, tiers: int = 2) -> SteadyMix:
 
 
 def store_calls(steady: SteadyMix) -> int:
-    keys = [steady._next(BATCH * 16) for _ in range(3)]
+    keys = [steady.next_keys() for _ in range(3)]
     steady.store_batch(keys[0])
     return min(calls_of(lambda: steady.store_batch(keys[1])), calls_of(lambda: steady.store_batch(keys[2])))
 
 
 def load_calls(steady: SteadyMix) -> int:
-    keys = steady._next(BATCH * 16)
+    keys = steady.next_keys()
     steady.store_batch(keys)
     steady.load_batch(keys)
     return calls_of(lambda: steady.load_batch(keys))
@@ -181,7 +181,7 @@ def test_the_calls_of_a_load() -> None:
 
 def test_what_a_batch_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     steady = mix(2048, tiers=2)
-    keys = steady._next(BATCH * 16)
+    keys = steady.next_keys()
     with keys_looked_up(monkeypatch) as looked:
         steady.store_batch(keys)
     assert looked["keys"] == 4 * BATCH  # is it there; one per tier's turn; what the ended request leaves

@@ -81,6 +81,21 @@ class Prepared:
             self.present.update(workload.present(keys))
 
 
+def waiting_config(chunks: int) -> CoreConfig:
+    """A primary that holds so many chunks, all of which may be promoted at once, and clocks that do not run out."""
+    return CoreConfig(
+        capacity_bytes=(chunks + 64) * CHUNK_BYTES,
+        promotion_share=1.0,
+        store_reserve=0.0,
+        inflight_share=1.0,
+        stall_s=PATIENCE_S,
+        total_s=PATIENCE_S,
+        silence_s=PATIENCE_S,
+        job_idle_s=PATIENCE_S,
+        job_total_s=PATIENCE_S,
+    )
+
+
 class Engine:
     """The engine's thread: polls what waits, ends the step, and is timed."""
 
@@ -91,17 +106,7 @@ class Engine:
         self.tier.index = prepared.present
         self.tier.held = executor is None
         chunks = workload.requests * workload.keys_per_request
-        config = CoreConfig(
-            capacity_bytes=(chunks + 64) * CHUNK_BYTES,
-            promotion_share=1.0,
-            store_reserve=0.0,
-            inflight_share=1.0,
-            stall_s=PATIENCE_S,
-            total_s=PATIENCE_S,
-            silence_s=PATIENCE_S,
-            job_idle_s=PATIENCE_S,
-            job_total_s=PATIENCE_S,
-        )
+        config = waiting_config(chunks)
         self.core = TieringOffloadingManager(workload.layout, config, [guard := GuardedTier(self.tier)])
         self.driver = Driver(self.core, [guard], self._clock, strict=True)
         context = TierContext(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,10 +34,10 @@ class StepRow:
 class SteadyMix:
     """Admissions, stores, cascades, completions, evictions and loads in batches, at a full primary."""
 
-    def __init__(self, slots: int, tiers: int, batch: int, policy: str) -> None:
+    def __init__(self, slots: int, tiers: int, batch: int, policy: str, below: Sequence[IndexTier] = ()) -> None:
         self.layout = LAYOUTS["plain"]
         self.batch = batch
-        self.tiers = [IndexTier(f"index{i}") for i in range(tiers)]
+        self.tiers = [IndexTier(f"index{i}") for i in range(tiers)] + list(below)
         config = CoreConfig(capacity_bytes=slots * CHUNK_BYTES, policy=policy, cascade_queue=1 << 20)
         self.core = TieringOffloadingManager(self.layout, config, self.tiers)
         self.now = 0.0
@@ -88,16 +89,15 @@ class SteadyMix:
     def run(self, batches: int) -> StepRow:
         """Fill primary, then time `batches` stores, each followed by the load of an earlier batch."""
         clock = SystemClock()
-        tokens = self.batch * self.layout.tokens_per_chunk[0]
         slots = self.core.residency.capacity_bytes // CHUNK_BYTES
         recent: list[list[OffloadKey]] = []
         for _ in range(-(-slots // self.batch)):
-            recent.append(self._next(tokens))
+            recent.append(self.next_keys())
             self.store_batch(recent[-1])
         recent = recent[-min(64, len(recent) // 2) :]
         stores, loads = [], []
         for i in range(batches):
-            keys = self._next(tokens)
+            keys = self.next_keys()
             began = clock.monotonic()
             self.store_batch(keys)
             stores.append(clock.monotonic() - began)
@@ -117,7 +117,8 @@ class SteadyMix:
             float(np.percentile(loads, 99)) * 1e3,
         )
 
-    def _next(self, tokens: int) -> list[OffloadKey]:
+    def next_keys(self) -> list[OffloadKey]:
+        """The keys of a prompt that nobody has seen, one batch of chunks."""
         self.prompts += 1
         self.now += 1e-3
-        return keys_of(self.layout, prompt_hashes(self.prompts, tokens // 16))[0]
+        return keys_of(self.layout, prompt_hashes.__wrapped__(self.prompts, self.batch))[0]

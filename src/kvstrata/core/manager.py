@@ -47,6 +47,7 @@ from kvstrata.core.stores import Stores
 from kvstrata.core.twophase import TwoPhaseDoor
 from kvstrata.errors import StateError
 from kvstrata.layout.groups import Layout
+from kvstrata.layout.planner import Decision, resolve
 from kvstrata.policy.registry import make_policy
 from kvstrata.types import (
     I64,
@@ -225,6 +226,15 @@ class TieringOffloadingManager:
         if core.room or core.pump or core.dirty:
             self._settle(changed=False)
         return answer if answer.hit is not None else self._two_phase.answer(request)
+
+    def plan(self, request_id: str, computed: int, total: int) -> Decision:
+        """What the first phase would decide for a request now; nothing is changed, promoted or waited for.
+
+        Tiers that answer at once are asked; what others have not said yet is unknown.
+        """
+        request = self._core.requests.require(request_id)
+        gathered = self._presence.gather(request, computed, total)
+        return resolve(self._core.layout, gathered.presence, computed, total)
 
     def take(self, request_id: str, tokens: int) -> LoadPlan | None:
         """The engine took `tokens` of the reported hit and computes the rest; what it did not take is released."""

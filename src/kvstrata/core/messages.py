@@ -156,14 +156,6 @@ class CancelJob:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveKeys:
-    """Drop keys whose content is no longer valid."""
-
-    tier: int
-    keys: Sequence[OffloadKey]
-
-
-@dataclass(frozen=True, slots=True)
 class TouchKeys:
     """Tell a tier that keys were used above it."""
 
@@ -178,7 +170,7 @@ class PurgeTier:
     tier: int
 
 
-Command: TypeAlias = SubmitLoad | SubmitStore | CancelJob | RemoveKeys | TouchKeys | PurgeTier
+Command: TypeAlias = SubmitLoad | SubmitStore | CancelJob | TouchKeys | PurgeTier
 
 
 class EventKind(enum.StrEnum):

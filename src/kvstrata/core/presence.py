@@ -67,11 +67,17 @@ class Probe:
     episode: int
     group: int
     index: I64 | None
-    keys: dict[OffloadKey, int]
-    """Position of each key in the answers."""
+    keys: Sequence[OffloadKey]
     started: float
     newer: dict[OffloadKey, Presence] = field(default_factory=dict)
     """Facts about its keys that are newer than the probe; they win over its answers."""
+    _places: dict[OffloadKey, int] | None = None
+
+    def places(self) -> dict[OffloadKey, int]:
+        """Position of each key in the answers; made when a fact comes that may be newer."""
+        if self._places is None:
+            self._places = {key: i for i, key in enumerate(self.keys)}
+        return self._places
 
 
 class PresenceBook:
@@ -331,8 +337,7 @@ class PresenceBook:
             tier.reads.success()
             return ticket if len(ticket) == len(keys) else np.zeros(len(keys), np.int8)
         request.probes_out += 1
-        places = {key: i for i, key in enumerate(keys)}
-        self.probes[(tier.index, ticket)] = Probe(tier.index, request, request.episode, group, index, places, core.now)
+        self.probes[(tier.index, ticket)] = Probe(tier.index, request, request.episode, group, index, keys, core.now)
         return None
 
     def answered(self, tier: TierState, done: ProbeDone) -> Request | None:
@@ -359,18 +364,19 @@ class PresenceBook:
         if answers is None:
             answers = np.zeros(len(probe.keys) if probe.index is None else len(probe.index), np.int8)
         for key, presence in probe.newer.items():
-            answers[probe.keys[key]] = presence
+            answers[probe.places()[key]] = presence
         if probe.index is not None:
             self._kept(request, self._core.tiers[probe.tier], probe.group)[probe.index] = answers
             return
-        for key, i in probe.keys.items():
+        for i, key in enumerate(probe.keys):
             request.key_answers[(probe.tier, key)] = int(answers[i])
 
     def facts(self, tier: int, keys: Sequence[OffloadKey], presence: Presence) -> None:
         """Newer facts about keys of a tier than any outstanding probe of them has."""
         for probe in self.probes.values():
             if probe.tier == tier:
-                probe.newer.update((key, presence) for key in keys if key in probe.keys)
+                places = probe.places()
+                probe.newer.update((key, presence) for key in keys if key in places)
 
     def overdue(self) -> list[Probe]:
         """Probes that passed the bound of probes; they are forgotten."""

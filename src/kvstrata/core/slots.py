@@ -81,6 +81,8 @@ class SlotTable:
         """Pages that were carved at least once; the others lie behind them, untouched."""
         self._row_columns = dict(_ROW_COLUMNS)
         self._page_columns = dict(_PAGE_COLUMNS)
+        if max(geometry.lengths) < 1 << 31:
+            self._row_columns["length"] = np.int32
         if self.mixed:
             self._row_columns["stamp"] = np.int64
             self._page_columns["page_stamp"] = np.int64
@@ -99,6 +101,10 @@ class SlotTable:
         self.tick = 0
         lengths = set(geometry.lengths)
         self._only_length = lengths.pop() if len(lengths) == 1 else 0
+
+    def columns(self) -> list[npt.NDArray[np.generic]]:
+        """All columns, of rows and of pages."""
+        return [getattr(self, name) for name in (*self._row_columns, *self._page_columns)]
 
     def bytes_of(self, slots: I64) -> int:
         """True bytes of the chunks in used slots."""

@@ -26,7 +26,6 @@ from kvstrata.core.messages import (
     CancelJob,
     Command,
     PurgeTier,
-    RemoveKeys,
     SubmitLoad,
     SubmitStore,
     TouchKeys,
@@ -349,8 +348,6 @@ class Driver(Generic[M]):
                 self.tiers[tier].submit_store(job)
             case CancelJob(tier, job_id):
                 self.tiers[tier].cancel(job_id)
-            case RemoveKeys(tier, keys):
-                self.tiers[tier].remove(keys)
             case TouchKeys(tier, keys):
                 self.tiers[tier].touch(keys)
             case PurgeTier(tier):

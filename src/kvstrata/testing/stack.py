@@ -19,7 +19,6 @@ from kvstrata.core.messages import (
     Command,
     LoadPlan,
     PurgeTier,
-    RemoveKeys,
     RequestContext,
     RequestOptions,
     StorePlan,
@@ -47,8 +46,6 @@ def carry_out(command: Command, tiers: Sequence[Tier], manager: TieringOffloadin
             tier.submit_store(command.job)
         case CancelJob():
             tier.cancel(command.job_id)
-        case RemoveKeys():
-            tier.remove(command.keys)
         case TouchKeys():
             tier.touch(command.keys)
         case PurgeTier():
