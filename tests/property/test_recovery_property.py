@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from kvstrata.core.breakers import Breaker, BreakerState
+from kvstrata.core.breakers import MOST_REST, Breaker, BreakerState
 from kvstrata.core.clocks import Pace, WaitClock
 from kvstrata.core.settings import CoreConfig
 from kvstrata.testing import ScriptedTier
@@ -40,11 +40,16 @@ FEW = examples(max_examples=max(EXAMPLES // 4, 10))
 FIRST, MOST = 1.0, 60.0
 BOUND = 2 * MOST + 1.0
 """A breaker that is open for its longest time becomes half open, and closes after as long again at the latest."""
+REST_BOUND = (MOST_REST + 1) * MOST + 1.0
+"""The same for one that rests because requests waited for its tier in vain."""
 
 # the breaker by itself
 
 happenings = st.lists(
-    st.tuples(st.sampled_from(["fail", "fail at once", "ok", "ask", "release"]), st.floats(0.0, 90.0)), max_size=60
+    st.tuples(
+        st.sampled_from(["fail", "fail at once", "ok", "ask", "release", "late", "in time"]), st.floats(0.0, 90.0)
+    ),
+    max_size=60,
 )
 
 
@@ -63,13 +68,17 @@ def test_a_breaker_closes_within_its_bound_once_nothing_happens(history: list[tu
                 breaker.asked()
             case "release":
                 breaker.released()
+            case "late":
+                breaker.late(now, gap)
+            case "in time":
+                breaker.in_time()
     if not breaker.allows and breaker.state is BreakerState.HALF_OPEN:
         breaker.released()  # whoever asks owes an end: an answer, an error, or a bound of its job
     steps = 0
     while breaker.state is not BreakerState.CLOSED:
         due = breaker.deadline()
         assert due is not None
-        assert due <= now + BOUND, "it does not lie beyond the bound"
+        assert due <= now + REST_BOUND, "it does not lie beyond the bound"
         breaker.advance(max(due, now))
         steps += 1
         assert steps <= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from kvstrata.integrations.vllm.settings import read_settings
 from kvstrata.integrations.vllm.shapes import engine_shape
 from kvstrata.integrations.vllm.stack import ladder_doubts
 from kvstrata.sim.accelerator import Accelerator
-from kvstrata.sim.cost import CostModel
+from kvstrata.sim.cost import Channel, CostModel
 from kvstrata.sim.engine import Active, NoCache, SimulatedEngine
 from kvstrata.sim.stack import Stack
 from kvstrata.sim.traces import Request, Trace
@@ -262,6 +263,49 @@ def conversations(count: int, turns: int, tokens: int = 4096) -> Trace:
 
 
 SMALL = CostModel(accelerator_tokens=10_000)
+
+
+def makespan(trace: Trace, concurrency: int, channel: Channel | None, primary: int = 64_000) -> tuple[float, int]:
+    """Seconds in which the simulated engine serves all of it, with a tier of these rates or without one; promotions."""
+    costs = dataclasses.replace(SMALL, channel=channel)
+    settings = replay.ReplaySettings(tier="memory", concurrency=concurrency, primary_bytes=primary, costs=costs)
+    made = replay.Model(settings.model, settings.chunk_tokens, settings.payload_scale)
+    plan = replay.make_plan(made, trace, settings.seed)
+    accelerator = Accelerator(made.real, replay.accelerator_bytes(made, trace, settings.costs))
+    with replay.ExitStack() as resources:
+        cache: Any = NoCache()
+        clock, promoted = ManualClock(), 0
+        if channel is not None:
+            cache = resources.enter_context(replay.make_stack(settings, made, trace, plan, settings.costs, resources))
+            clock = cache.clock
+        begun = clock.monotonic()
+        engine = SimulatedEngine(plan, settings.costs, cache, clock, accelerator, concurrency)
+        assert len(engine.run(trace.requests)) == len(trace.requests)
+        taken = clock.monotonic() - begun
+        if channel is not None:
+            promoted = cache.manager.statistics().counters.promoted
+    return taken, promoted
+
+
+@pytest.mark.scenario_94
+@pytest.mark.slow
+@pytest.mark.parametrize(("concurrency", "rates"), [(8, (5e6, 20e6, 60e6, 300e6)), (4, (5e6,))])
+def test_a_slow_tier_costs_no_throughput(concurrency: int, rates: tuple[float, ...]) -> None:
+    trace = conversations(12, 30)  # more than nine tenths of it is reuse
+    without, _ = makespan(trace, concurrency, None)
+    for rate in rates:
+        taken, promoted = makespan(trace, concurrency, Channel(rate, rate, 0.01))
+        assert promoted > 0, "the tier was asked"
+        assert taken <= 1.02 * without, (rate, taken, without)
+
+
+@pytest.mark.scenario_94
+def test_a_fast_tier_pays_off() -> None:
+    trace = conversations(12, 10)
+    without, _ = makespan(trace, 4, None)
+    taken, promoted = makespan(trace, 4, Channel(20e9, 20e9, 0.0001), primary=400_000)
+    assert promoted > 0
+    assert taken < 0.8 * without
 
 
 @pytest.mark.scenario_95

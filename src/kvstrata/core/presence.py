@@ -378,6 +378,11 @@ class PresenceBook:
                 places = probe.places()
                 probe.newer.update((key, presence) for key in keys if key in places)
 
+    def asked_by(self, request: Request) -> list[TierState]:
+        """The tiers that owe this request the answer to a probe."""
+        owing = {probe.tier for probe in self.probes.values() if probe.request is request}
+        return [self._core.tiers[tier] for tier in sorted(owing)]
+
     def overdue(self) -> list[Probe]:
         """Probes that passed the bound of probes; they are forgotten."""
         late = self._core.now - self._core.config.job_idle_s

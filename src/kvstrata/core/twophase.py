@@ -181,7 +181,7 @@ class TwoPhaseDoor:
         assert request.clock is not None
         if request.clock.fixed:
             return
-        read = [tier for tier in core.tiers if any(count_of(source, tier.index) for source in request.sources)]
+        read = self._read(request)
         stall, total = wait_bounds(core, request, read or [t for t in core.tiers if request.admits(t.port)])
         request.clock.fix_once(stall, total + self._grants.plan_bytes(request) / core.config.min_rate_bytes_per_s)
 
@@ -281,6 +281,8 @@ class TwoPhaseDoor:
         elif request.round_failed and request.state in HOLDING:
             self._next_round(request)
         elif request.state is RequestState.FETCHING and request.pending == 0:
+            for tier in self._read(request):
+                tier.reads.in_time()
             self._enter(request, RequestState.READY)
         request.round_failed = False
 
@@ -323,9 +325,28 @@ class TwoPhaseDoor:
     # -- clocks and silence
 
     def expire(self, request: Request) -> None:
-        """A clock ran out."""
+        """A clock ran out. Where the wait brought less than half of what it was for, its tiers hear of it."""
+        assert request.clock is not None
         self._core.counters.clock_expired += 1
+        wanted, slow = request.hit, self._waited_for(request)
+        if slow:
+            request.clock.account(self._core.now)
+        waited = request.clock.waited
         self.answer_from_primary(request, AnswerCause.CLOCK, PromotionTag.EXPIRED)
+        for tier in slow if 2 * request.hit < max(wanted, 1) else ():
+            tier.reads.late(self._core.now, waited)
+
+    def _waited_for(self, request: Request) -> list[TierState]:
+        """The tiers that keep a request waiting; none if its clocks are its own, which say nothing of a tier."""
+        if request.options.stall_s is not None or request.options.total_s is not None:
+            return []
+        if request.state is RequestState.RESOLVING:
+            return self._presence.asked_by(request)
+        return self._read(request) if request.state is RequestState.FETCHING else []
+
+    def _read(self, request: Request) -> list[TierState]:
+        """The tiers that the chunks of the plan are read from."""
+        return [tier for tier in self._core.tiers if any(count_of(some, tier.index) for some in request.sources)]
 
     def on_timer(self, request: Request) -> None:
         """The request's timer fired: whatever is due happens, and the timer is set anew."""
