@@ -1,4 +1,6 @@
-"""`kvstrata bench tier` against servers started here: `python bench/tier_servers.py redis|object|object-local [...]`.
+"""`kvstrata bench tier` against servers started here: `python bench/tier_servers.py KIND [...]`.
+
+KIND is redis, object, object-local, mooncake or fs (a shared directory, which has no client library to compare with).
 
 The servers are those of tests/services (redis-server; moto's S3, which is written in Python and so slower than the
 client beside it), on loopback, in a folder that is removed at the end. `object-local` measures the same library on a
@@ -18,7 +20,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "services"))
 
-from servers import RedisServer, S3Server, environment  # noqa: E402
+from servers import MooncakeServer, RedisServer, S3Server, environment  # noqa: E402
+
+SEGMENT = 2 << 30
+"""Memory of the Mooncake store: the bare client keeps what it stored until the end of a pass."""
 
 
 def main() -> int:
@@ -33,6 +38,11 @@ def main() -> int:
             server = stack.enter_context(S3Server(place))
             entry |= {"url": f"s3://{S3Server.BUCKET}/bench", "endpoint": server.endpoint, "region": "us-east-1"}
             entry["credentials"] = "env:KVS"
+        elif kind == "mooncake":
+            master = stack.enter_context(MooncakeServer(place))
+            entry |= {"master": master.master, "metadata": master.metadata, "admin": master.admin, "segment": SEGMENT}
+        elif kind == "fs":
+            entry["path"] = f"{place}/shared"
         else:
             entry["url"] = f"file://{place}/objects"
         config = place / "bench.json"

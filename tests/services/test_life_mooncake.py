@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 from servers import MooncakeServer, wait_until
 from services_kit import find_server
+from typer.testing import CliRunner
 
+from kvstrata.cli.app import build_app
 from kvstrata.core.settings import CoreConfig
 from kvstrata.errors import ConfigError
 from kvstrata.runtime.executor import Signal
@@ -205,3 +209,15 @@ def test_mooncake_quotas_that_do_not_fit_are_refused_with_the_numbers(mooncake_s
 
 def test_mooncake_is_looked_for() -> None:
     find_server("mooncake")
+
+
+def test_mooncake_is_measured_beside_its_own_library(mooncake_server: MooncakeServer, tmp_path: Path) -> None:
+    server = mooncake_server
+    entry = {"type": "mooncake", "master": server.master, "metadata": server.metadata, "segment": 64 << 20}
+    config, told = tmp_path / "bench.json", tmp_path / "told.json"
+    config.write_text(json.dumps({"tiers": [{**entry, "part": "bench"}]}))
+    options = ["--config", str(config), "--sizes", "16KiB", "--volume", "1MiB", "--pairs", "1", "--json", str(told)]
+    result = CliRunner().invoke(build_app(), ["bench", "tier", "mooncake", *options])
+    assert result.exit_code == 0, result.output
+    row = json.loads(told.read_text())["rows"][0]
+    assert all(row[op]["tier_gbps"] > 0 and row[op]["bare_gbps"] > 0 for op in ("store", "load"))

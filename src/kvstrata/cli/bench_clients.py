@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from kvstrata.errors import ConfigError
 from kvstrata.runtime.executor import ThreadExecutor
 from kvstrata.tiers.base import Tier
+from kvstrata.tiers.mooncake import MooncakeTier
+from kvstrata.tiers.mooncake.arena import address_of
 from kvstrata.tiers.object import ObjectTier
 from kvstrata.tiers.redis import RedisTier
 
@@ -97,6 +99,16 @@ class BareObjects:
         """Nothing is held."""
 
 
+def _run(names: Sequence[str], batch: int, width: int, work: Callable[[int, int], None]) -> None:
+    """Call `work(first, last)` for batches of names, on `width` threads."""
+    executor = ThreadExecutor("bare", width)
+    for at in range(0, len(names), batch):
+        executor.submit(functools.partial(work, at, min(at + batch, len(names))))
+    finished = executor.close(LONG_S)
+    if not finished or executor.statistics().failed:
+        raise ConfigError(f"the bare client failed: {executor.statistics().last_failure or 'it did not end'}")
+
+
 class BareRedis:
     """redis-py: pipelines of 16 commands, one connection per pipeline in flight."""
 
@@ -108,14 +120,6 @@ class BareRedis:
         found = dict(tier._credentials())
         self._connection: Any = redis.Redis.from_url(found.pop("url"), socket_timeout=60.0, **found)
 
-    def _run(self, names: Sequence[str], width: int, work: Callable[[int, int], None]) -> None:
-        executor = ThreadExecutor("bare", width)
-        for at in range(0, len(names), self.batch):
-            executor.submit(functools.partial(work, at, min(at + self.batch, len(names))))
-        finished = executor.close(LONG_S)
-        if not finished or executor.statistics().failed:
-            raise ConfigError(f"the bare client failed: {executor.statistics().last_failure or 'it did not end'}")
-
     def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int) -> None:
         """SET in pipelines."""
 
@@ -125,7 +129,7 @@ class BareRedis:
                 pipe.set(f"bare:{names[index]}", chunks[index])
             pipe.execute()
 
-        self._run(names, width, work)
+        _run(names, self.batch, width, work)
 
     def load(self, names: Sequence[str], width: int) -> int:
         """GET in pipelines."""
@@ -137,7 +141,7 @@ class BareRedis:
                 pipe.get(f"bare:{names[index]}")
             sizes.append(sum(map(len, pipe.execute())))
 
-        self._run(names, width, work)
+        _run(names, self.batch, width, work)
         return sum(sizes)
 
     def remove(self, names: Sequence[str]) -> None:
@@ -149,10 +153,62 @@ class BareRedis:
         self._connection.close()
 
 
+class BareMooncake:
+    """Mooncake's own batches of 16, straight from and into registered memory, over the tier's connection."""
+
+    batch = 16
+
+    def __init__(self, tier: MooncakeTier) -> None:
+        client = tier._mooncake
+        self._store: Any = client.store
+        self._start = address_of(client.region)
+        self._turn = 0
+        self._sizes: dict[str, tuple[int, int]] = {}
+
+    def _names(self, names: Sequence[str]) -> list[str]:
+        return [f"bare/{self._turn}/{name}" for name in names]
+
+    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int) -> None:
+        """Under new names each time: what is there already would not be moved."""
+        self._turn += 1
+        fresh = self._names(names)
+        self._sizes = {name: (address_of(chunk), len(chunk)) for name, chunk in zip(names, chunks, strict=True)}
+
+        def work(first: int, last: int) -> None:
+            places = [self._sizes[name] for name in names[first:last]]
+            codes = self._store.batch_put_from(
+                fresh[first:last], [at for at, _ in places], [size for _, size in places]
+            )
+            if any(codes):
+                raise OSError(f"codes {set(codes)}: a larger segment?")
+
+        _run(names, self.batch, width, work)
+
+    def load(self, names: Sequence[str], width: int) -> int:
+        """Into where they came from."""
+        fresh, came = self._names(names), []
+
+        def work(first: int, last: int) -> None:
+            places = [self._sizes[name] for name in names[first:last]]
+            came.extend(self._store.batch_get_into(fresh[first:last], [at for at, _ in places], [n for _, n in places]))
+
+        _run(names, self.batch, width, work)
+        return sum(came)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """All that this client stored."""
+        self._store.remove_by_regex("^bare/", True)
+
+    def close(self) -> None:
+        """The connection is the tier's."""
+
+
 def bare_client(tier: Tier) -> Bare | None:
     """The library below a tier, connected to the same place; None if it has none."""
     if isinstance(tier, ObjectTier):
         return BareObjects(tier)
     if isinstance(tier, RedisTier):
         return BareRedis(tier)
+    if isinstance(tier, MooncakeTier):
+        return BareMooncake(tier)
     return None

@@ -13,6 +13,8 @@ from kvstrata.tiers.server.tier import ServerSettings, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
+TASK_BYTES = 8 << 20
+"""Most payload of one call: a job is cut so that its parts are moved and verified side by side."""
 
 
 class MooncakeTier(ServerTier):
@@ -77,6 +79,7 @@ class MooncakeTier(ServerTier):
             timeout_s=timeout_s,
             retry_s=retry_s,
             task_keys=RECORDS,
+            task_bytes=TASK_BYTES,
         )
         super().__init__(self._mooncake, settings)
 
