@@ -24,6 +24,8 @@ _PIECE_BYTES = UNIT_BYTES + BLOCK
 _SMALL_BYTES = 1 << 18
 """Most bytes of one store call while loads are about."""
 _GROW_BYTES = 1 << 20
+_WORK_BYTES = 1 << 19
+"""So many bytes are checked between two looks at what has ended and what has come."""
 _READY_BYTES = 4 << 20
 """Stores are made ready ahead of their turn up to this much, so that the disk never waits for their digests."""
 
@@ -109,7 +111,7 @@ class IoLoop:
         self._forgotten.update(task_ids)
 
     def turn(self) -> bool:
-        """Keep the disk busy, then let one task go on; whether there is more to do at once. Does not wait."""
+        """Keep the disk busy, then let some tasks go on; whether there is more to do at once. Does not wait."""
         for tag, result in self._queue.take():
             flight, begin, size = self._pieces.pop(tag)
             flight.out -= 1
@@ -117,11 +119,17 @@ class IoLoop:
             self._ended(flight, begin, size, result)
             if not flight.out and (flight.begun >= flight.call.size or flight.error is not None):
                 self._due.append(flight)
+        while self._begin(self._reads):  # which costs nothing: what loads take is the check of what came
+            pass
         self._hand_over()
-        if self._due:
-            self._go_on(self._due.popleft())
-            return True
-        return self._begin(self._reads) or self._begin(self._writes)
+        if not self._due:
+            return self._begin(self._writes)
+        work = 0
+        while self._due and work < _WORK_BYTES:
+            flight = self._due.popleft()
+            work += flight.call.size
+            self._go_on(flight)
+        return True
 
     # calls that end
 
