@@ -23,9 +23,16 @@ class BatchPlan:
     """Some chunks of a job that share a header block. `places` are relative to the start of the batch."""
 
     picks: list[int]
-    places: list[int]
+    places: Sequence[int]
     span: int
     straight: bool
+
+    def places_from(self, start: int) -> list[int]:
+        """The places in the file of a batch that begins at `start`."""
+        places = self.places
+        if isinstance(places, range):
+            return list(range(places.start + start, places.stop + start, places.step))
+        return [start + place for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,11 @@ def even_size(lengths: Sequence[int], offsets: Sequence[int], address: int) -> i
     size = lengths[0]
     if size < BLOCK or lengths.count(size) != len(lengths):
         return 0
-    bits = size | functools.reduce(operator.or_, offsets)
+    first = offsets[0]
+    if list(offsets) == list(range(first, first + size * len(offsets), size)):
+        bits = size | first
+    else:
+        bits = size | functools.reduce(operator.or_, offsets)
     return 0 if (bits | address) % SECTOR else size
 
 
@@ -89,7 +100,7 @@ def _straight_batches(picks: I64, lengths: I64, largest: int) -> list[BatchPlan]
 def even_batches(picks: list[int], size: int, largest: int) -> list[BatchPlan]:
     """Batches of straight slots of one size."""
     count = max(1, min(RECORDS_PER_BATCH, min(BATCH_BYTES, largest - BLOCK) // size))
-    places = list(range(BLOCK, BLOCK + count * size, size))
+    places = range(BLOCK, BLOCK + count * size, size)
     plans = []
     for at in range(0, len(picks), count):
         part = picks[at : at + count]

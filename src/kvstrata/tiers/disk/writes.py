@@ -214,7 +214,7 @@ class Writes:
     def batch_task(self, task_id: int, op: WriteOp, segment: Segment, start: int) -> WriteBatch:
         """The task that writes a batch at its place."""
         plan = op.plan
-        places = [start + place for place in plan.places] if plan is not None else [start] * len(op.keys)
+        places = plan.places_from(start) if plan is not None else [start] * len(op.keys)
         return WriteBatch(
             task_id,
             segment.number,
