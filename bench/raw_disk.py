@@ -1,15 +1,17 @@
 """Raw speed of a file: a preallocated file, direct I/O, a fixed number of calls in flight. Imports nothing of kvstrata.
 
-    raw_disk.py FILE --bytes N --io BYTES --threads T --op write|read [--random] [--fresh] [--cpus 0,1]
+    raw_disk.py FILE --bytes N --io BYTES --threads T --op write|read [--random] [--fresh] [--arena N] [--cpus 0,1]
 
 Prints one JSON object: {"gbps", "cpu_s", "seconds", "direct", "bytes", "io", "threads"}. `--fresh` begins with a new
 file whose space was allocated but never written; otherwise a file of that size must have been written before, or is
-written once first, untimed.
+written once first, untimed. Memory is in huge pages, which direct calls are fastest with; `--arena` is how much of it
+the calls go through in turn. With little of it (fio has one buffer for each thread) it stays in the processor's caches.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import mmap
 import os
@@ -46,32 +48,36 @@ def open_file(path: str, size: int, fresh: bool) -> tuple[int, bool]:
 
 def run(handle: int, offsets: list[int], io: int, threads: int, write: bool, arena: mmap.mmap) -> float:
     """Seconds that all calls together took."""
-    todo = iter(range(len(offsets)))
-    lock = threading.Lock()
     view = memoryview(arena)
-    places = len(arena) // io
+    pieces = [[view[at : at + io]] for at in range(0, len(arena), io)]
+    todo = collections.deque((pieces[index % len(pieces)], offset) for index, offset in enumerate(offsets))
+    call = os.pwritev if write else os.preadv
+    ready = threading.Barrier(threads + 1)
+    short: list[int] = []
 
     def work() -> None:
-        while True:
-            with lock:
-                index = next(todo, None)
-            if index is None:
-                return
-            at = index % places * io
-            piece = view[at : at + io]
-            done = os.pwritev(handle, [piece], offsets[index]) if write else os.preadv(handle, [piece], offsets[index])
-            if done != io:
-                raise OSError(f"{done} of {io} bytes at {offsets[index]}")
+        ready.wait()
+        try:
+            while True:
+                piece, offset = todo.popleft()
+                if call(handle, piece, offset) != io:
+                    short.append(offset)
+        except IndexError:  # the deque is empty
+            return
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
-    begin = time.perf_counter()
     for worker in workers:
         worker.start()
+    ready.wait()
+    begin = time.perf_counter()
     for worker in workers:
         worker.join()
     if write:
         os.fdatasync(handle)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    if short:
+        raise OSError(f"calls came back short at {short[:3]}")
+    return seconds
 
 
 def main() -> None:
@@ -84,6 +90,7 @@ def main() -> None:
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--calls", type=int, default=0, help="most calls; 0: the whole file once")
+    parser.add_argument("--arena", type=int, default=ARENA, help="bytes of memory that the calls go through in turn")
     parser.add_argument("--cpus", default="")
     args = parser.parse_args()
     if args.cpus:
@@ -94,10 +101,9 @@ def main() -> None:
         random.Random(1).shuffle(offsets)
     if args.calls:
         offsets = offsets[: args.calls]
-    arena = mmap.mmap(
-        -1, max(min(ARENA, args.bytes) // args.io, 1) * args.io, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
-    arena.madvise(mmap.MADV_HUGEPAGE)  # the memory that direct calls are fastest with
+    arena_size = max(min(args.arena, args.bytes) // args.io, 1) * args.io
+    arena = mmap.mmap(-1, arena_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    arena.madvise(mmap.MADV_HUGEPAGE)
     arena[:] = bytes(range(256)) * (len(arena) // 256)
     before = resource.getrusage(resource.RUSAGE_SELF)
     seconds = run(handle, offsets, args.io, args.threads, args.op == "write", arena)

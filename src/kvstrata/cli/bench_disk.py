@@ -96,13 +96,14 @@ class Raw:
             self._best[op, io, random] = best
         return found[best]
 
-    def _run(self, op: str, io: int, threads: int, random: bool, fresh: bool) -> Pass:
+    def _run(self, op: str, io: int, threads: int, random: bool, fresh: bool, arena: int = 0) -> Pass:
         s = self._settings
         file = self.file.with_name("raw-fresh.bin") if fresh else self.file
         command = [sys.executable, str(s.scripts / "raw_disk.py"), str(file), "--bytes", str(s.volume // io * io)]
         command += ["--io", str(io), "--threads", str(threads), "--op", op]
         command += ["--random", "--calls", str(_RANDOM_CALLS)] if random else []
         command += ["--fresh"] if fresh else []
+        command += ["--arena", str(arena)] if arena else []
         command += ["--cpus", ",".join(map(str, s.cpus))] if s.cpus else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if fresh:
@@ -114,11 +115,15 @@ class Raw:
         return Pass(told["gbps"], told["cpu_s"], chunks=told["bytes"] // io)
 
     def check(self, op: str, chunk: int) -> dict[str, Any]:
-        """The same calls by fio, beside raw."""
+        """The same calls by fio, beside raw with as much memory as fio has: one buffer for each thread.
+
+        The figures that the tier is compared with are those of `measure`: their calls go through memory as the tier's
+        do, which has to bring every chunk to a place of its own.
+        """
         io, s = max(1 << 20, chunk), self._settings
         threads, size = self._best[op, io, False], s.volume // io * io
         told = fio_check(
-            lambda: self._run(op, io, threads, False, False).gbps,
+            lambda: self._run(op, io, threads, False, False, threads * io).gbps,
             lambda: fio_gbps(self.file, op, io, size, threads, s.cpus),
         )
         return {"fio": op, "io": io, "threads": threads, **told}
