@@ -8,6 +8,7 @@ import pytest
 from kvstrata.testing.simfs import SimDisk, SimFiles
 from kvstrata.testing.tier_harness import NAMESPACE, TierHarness, chunk_keys
 from kvstrata.tiers.disk import DiskTier
+from kvstrata.tiers.disk.recover import CHECKPOINT_NAME
 from kvstrata.types import OffloadKey
 
 PATH = "/disk"
@@ -175,6 +176,40 @@ def test_what_was_evicted_never_comes_back(seed: int) -> None:
     files.kill()
     again = make(disk, seed + 1000).open()
     assert not evicted & set(again.present(keys))
+    again.close()
+
+
+@pytest.mark.parametrize("how", ["evict", "remove", "purge"])
+@pytest.mark.parametrize("by", ["checkpoint", "scan"])
+def test_former_records_of_reclaimed_segments_stay_away_after_a_kill(how: str, by: str) -> None:
+    disk = SimDisk()
+    rig = make(disk, 7).open()
+    first, later = chunk_keys(40), chunk_keys(240, start=1000)
+    rig.store(first)
+    if how == "remove":
+        rig.tier.remove(first)
+    elif how == "purge":
+        assert rig.purge(NAMESPACE)
+    for start in range(0, 240, 6):  # far more than the limit: the segments that held them begin new lives
+        rig.store(later[start : start + 6])
+    assert how != "evict" or set(first) <= set(rig.removed)
+    assert set(later) & set(rig.removed)
+    gone = set(first) | (set(later) & set(rig.removed))
+    files = rig.tier._files
+    assert isinstance(files, SimFiles)
+    files.kill()
+    if by == "scan":
+        cleaner = SimFiles(disk, 99)
+        directory = cleaner.open_directory(PATH, create=False)
+        cleaner.unlink(directory, CHECKPOINT_NAME)
+        cleaner.close(directory)
+    again = make(disk, 8).open()
+    found = again.present([*first, *later])
+    assert found
+    assert not gone & set(found)
+    record = again.load(found)
+    assert record.ok
+    again.check_loaded(record)
     again.close()
 
 

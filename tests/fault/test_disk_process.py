@@ -78,9 +78,9 @@ class Rig:
         self.region.close()
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path / "tier")
+@pytest.fixture(params=[True, False], ids=["queue", "threads"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path / "tier", call_queue=request.param)
     yield made
     made.end()
 
