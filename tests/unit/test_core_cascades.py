@@ -22,7 +22,7 @@ from core_kit import (
 )
 
 from kvstrata.core.breakers import BreakerState
-from kvstrata.core.cascades import MISSED_MOST
+from kvstrata.core.cascades import BATCH, JOBS_OUT, MISSED_MOST
 from kvstrata.core.messages import EventKind, RequestOptions, TierFilter
 from kvstrata.testing import ScriptedTier
 from kvstrata.testing.stack import CoreStack
@@ -101,6 +101,21 @@ def test_a_batch_is_no_larger_than_the_tier_takes() -> None:
     stack = stack_of(tiers=[tier])
     fill(stack, "p", 8 * TPC, cascade=True)
     assert [len(call.keys) for call in tier.calls_of("submit_store")] == [3, 3, 2]
+
+
+def test_small_chunks_are_not_handed_over_without_end() -> None:
+    tier = sync_tier()
+    stack = stack_of(FULL, [tier], wide(6000, cascade_queue=6000), checked=False)
+    fill(stack, "a", 6000 * TPC, cascade=True)
+    assert len(tier.stores) == JOBS_OUT
+    assert sum(len(job.job.keys) for job in tier.stores) == JOBS_OUT * BATCH
+    tier.stores[0].finish()
+    stack.pump()
+    assert len(tier.stores) == JOBS_OUT
+    while tier.stores:
+        tier.stores[0].finish()
+        stack.pump()
+    assert len(tier.held) == 6000
 
 
 def test_the_source_stays_pinned_and_readable_until_the_tier_has_it() -> None:

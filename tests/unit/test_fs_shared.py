@@ -178,6 +178,14 @@ def test_a_directory_that_others_may_write_is_refused(rigs: Rigs) -> None:
         rigs("one")
 
 
+def test_a_directory_that_its_group_may_write_needs_the_mode_that_says_so(rigs: Rigs) -> None:
+    rigs.place.mkdir()
+    rigs.place.chmod(0o770)
+    with pytest.raises(ConfigError, match="written by its group"):
+        rigs("one")
+    assert rigs("one", mode="0660").store(chunk_keys(1)).ok
+
+
 def test_one_engine_alone_and_parts_do_not_mix(rigs: Rigs, tmp_path: Path) -> None:
     rigs("one")
     with pytest.raises(ConfigError, match="shared by parts"):

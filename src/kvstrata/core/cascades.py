@@ -27,6 +27,10 @@ MISSED_MOST = 65_536
 BATCH = 64
 """Most chunks of one cascade job: what one header block of the disk tier describes."""
 
+JOBS_OUT = 64
+"""Most cascade jobs that a tier has at a time. With small chunks the share of bytes alone would hand over more than a
+tier queues, and what it then refuses would count as an error: backlog is no breaker."""
+
 
 def _drop(queue: deque[OffloadKey], count: int) -> None:
     """Takes the first entries out of a queue."""
@@ -117,7 +121,7 @@ class Cascades:
         if tier.fenced or not tier.writes.allows:
             return False
         one_at_a_time = tier.writes.is_trial
-        if one_at_a_time and self._moving(tier):
+        if self._moving(tier) if one_at_a_time else tier.cascades_out >= JOBS_OUT:
             return False
         budget = core.inflight_limit - tier.cascading
         most = 1 if one_at_a_time else min(BATCH, tier.port.capabilities.max_batch)

@@ -96,8 +96,11 @@ class SharedClient:
             with contextlib.suppress(PermissionError):  # somebody else has made it in the meantime
                 self.access.give(self.files, root, folder=True)
         self._folders["root"] = root
-        if self.files.fstat(root).mode & stat.S_IWOTH:
+        mode = self.files.fstat(root).mode
+        if mode & stat.S_IWOTH:
             raise PlaceError(f"{self.path} may be written by everybody; chunks in it cannot be trusted", permanent=True)
+        if mode & stat.S_IWGRP and not self.access.mode & stat.S_IWGRP:
+            raise PlaceError(f'{self.path} may be written by its group, which mode "0660" would say', permanent=True)
         if LOCK_FILE in self.files.names(root):
             raise PlaceError(f"{self.path} belongs to one engine alone; parts need another directory", permanent=True)
         for name in (CLAIMS, PARTS):
