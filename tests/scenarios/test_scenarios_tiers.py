@@ -718,3 +718,31 @@ def test_a_tier_with_credentials_does_not_show_them(monkeypatch: pytest.MonkeyPa
     said = [repr(tier), str(vars(tier)), caplog.text, *map(str, getattr(tier, "notices", ()))]
     assert not any("hunter2" in text for text in said)
     rig.close()
+
+
+# places that several engines share
+
+
+@pytest.mark.scenario_129
+@pytest.mark.scenario_103
+def test_what_one_engine_stores_a_running_other_one_finds(tmp_path: Path) -> None:
+    keys = chunk_keys(6)
+    parts = [
+        TierHarness(make_tier("fs", path=str(tmp_path / "shared"), part=name, limit=LIMIT), chunk_bytes=CHUNK).open()
+        for name in ("a", "b")
+    ]
+    first, second = parts
+    assert second.present(keys) == []
+    assert first.store(keys).ok
+    assert second.present(keys) == keys, "it looks at the place, not at a memory of its own"
+    record = second.load(keys)
+    assert record.ok
+    second.check_loaded(record)
+    assert second.store(chunk_keys(6, start=50), variant=1).ok
+    files = [path.relative_to(tmp_path / "shared") for path in (tmp_path / "shared").rglob("*") if path.is_file()]
+    owners = {name: {path for path in files if name in path.parts} for name in ("a", "b")}
+    assert owners["a"]
+    assert owners["b"]
+    assert not owners["a"] & owners["b"], "each writes files of its own"
+    for rig in parts:
+        rig.close()

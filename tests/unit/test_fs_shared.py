@@ -55,6 +55,7 @@ def record_of(place: Path, part: str, number: int = 0) -> Path:
 # sharing
 
 
+@pytest.mark.scenario_129
 def test_what_one_completes_the_other_sees_at_once(rigs: Rigs) -> None:
     one, two = rigs("one"), rigs("two")
     keys = chunk_keys(6)
@@ -102,6 +103,7 @@ def test_no_lock_is_taken(rigs: Rigs) -> None:
 # quotas
 
 
+@pytest.mark.scenario_16
 def test_claims_never_exceed_the_limit_of_the_directory(rigs: Rigs) -> None:
     rigs("one", limit=QUOTA, shared_limit=2 * QUOTA)
     rigs("two", limit=QUOTA, shared_limit=2 * QUOTA)
@@ -109,6 +111,7 @@ def test_claims_never_exceed_the_limit_of_the_directory(rigs: Rigs) -> None:
         rigs("three", limit=QUOTA, shared_limit=2 * QUOTA)
 
 
+@pytest.mark.scenario_103
 def test_a_part_in_use_is_read_only_for_a_second_engine(rigs: Rigs) -> None:
     one, again = rigs("one"), rigs("one")
     keys = chunk_keys(2)
