@@ -22,6 +22,13 @@ sys.path.insert(0, str(ROOT / "tests" / "services"))
 
 from servers import MooncakeServer, RedisServer, S3Server, environment  # noqa: E402
 
+LEND = """
+import sys
+from mooncake.store import MooncakeDistributedStore as Store
+store = Store()
+print(store.setup("127.0.0.1", sys.argv[1], int(sys.argv[3]), 1 << 20, "tcp", "", sys.argv[2]), flush=True)
+sys.stdin.read()
+"""
 SEGMENT = 2 << 30
 """Memory of the Mooncake store: the bare client keeps what it stored until the end of a pass."""
 
@@ -40,7 +47,17 @@ def main() -> int:
             entry["credentials"] = "env:KVS"
         elif kind == "mooncake":
             master = stack.enter_context(MooncakeServer(place))
-            entry |= {"master": master.master, "metadata": master.metadata, "admin": master.admin, "segment": SEGMENT}
+            entry |= {"master": master.master, "metadata": master.metadata, "admin": master.admin}
+            # The memory is another process's, as in a cluster: in the own process a transfer would be a plain copy.
+            lender = subprocess.Popen(
+                [sys.executable, "-c", LEND, master.metadata, master.master, str(SEGMENT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            stack.callback(lender.kill)
+            assert lender.stdout is not None
+            lender.stdout.readline()
         elif kind == "fs":
             entry["path"] = f"{place}/shared"
         else:

@@ -221,3 +221,22 @@ def test_mooncake_is_measured_beside_its_own_library(mooncake_server: MooncakeSe
     assert result.exit_code == 0, result.output
     row = json.loads(told.read_text())["rows"][0]
     assert all(row[op]["tier_gbps"] > 0 and row[op]["bare_gbps"] > 0 for op in ("store", "load"))
+
+
+def test_mooncake_a_part_that_is_released_gives_back_its_quota(mooncake_server: MooncakeServer, tmp_path: Path) -> None:
+    quota = {"limit": 600_000, "shared_limit": 1_000_000}
+    # The keeper brings the memory: what an engine brought itself would go with it.
+    with Node(LAYOUT, [tier_of(mooncake_server, "keeper", limit=100_000, shared_limit=1_000_000)]):
+        with Node(LAYOUT, [tier_of(mooncake_server, "one", segment=0, **quota)]) as node:
+            node.store("a", 8 * TOKENS)
+        server = mooncake_server
+        entry = {"type": "mooncake", "master": server.master, "metadata": server.metadata, "admin": server.admin}
+        config = tmp_path / "kv.json"
+        config.write_text(json.dumps({"tiers": [{**entry, "part": "two"}]}))
+        result = CliRunner().invoke(build_app(), ["fsck", "mooncake", "--config", str(config), "--release", "one"])
+        assert result.exit_code == 0, result.output
+        assert "8 records" in result.output
+        two = tier_of(mooncake_server, "two", segment=0, **quota)
+        with Node(LAYOUT, [two]) as node:
+            node.wait_for(lambda: two._state is State.READY, 10)
+            assert node.load("a", 8 * TOKENS) == 0
