@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import redis
 from servers import RedisServer, wait_until
-from services_stack import SHORT_S, TPC, Engine, Place
+from services_stack import SHORT_S, TPC, Engine, Place, Runner
 
 from kvstrata.core.breakers import BreakerState
-from kvstrata.testing.tier_harness import chunk_keys
+from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE, chunk_keys
+from kvstrata.types import FailCause
 
 CHUNKS = 24
 CHUNK = 4096
@@ -140,3 +142,24 @@ def test_a_full_redis_refuses_stores_and_serves_loads(redis_server: RedisServer)
         engine.forget()
         assert engine.serve(keys)[0] == len(keys) * TPC
         engine.check_idle()
+
+
+def test_what_is_used_on_redis_lives_longer_than_what_is_not(redis_server: RedisServer) -> None:
+    place = Place("redis", redis_server)
+    keys = chunk_keys(4)
+    with (
+        Runner(place.make("mine", ttl_s=60), 4, CHUNK) as writer,
+        Runner(place.make("other", ttl_s=600), 4, CHUNK) as reader,
+    ):
+        assert len(writer.store(keys)) == 4
+        assert set(reader.load(keys[:2]).values()) == {None}
+        with redis.Redis.from_url(redis_server.url) as raw:
+            left = {name[-36:]: raw.pttl(name) for name in raw.keys("kvstrata:c:*")}
+            assert all(left[key] > 500_000 for key in keys[:2])
+            assert all(0 < left[key] <= 60_000 for key in keys[2:])
+            for key in keys[2:]:
+                raw.pexpire(b"kvstrata:c:" + NAMESPACE + LAYOUT_TAG.to_bytes(8, "big") + key, 1)
+            wait_until(lambda: raw.dbsize() == 4, "two values, a set and the claims")
+        assert writer.present(keys) == keys[:2], "expired is absent"
+        assert list(writer.load(keys).values()) == [None, None, FailCause.GONE, FailCause.GONE]
+        assert writer.tier.usage().keys == 2

@@ -61,3 +61,21 @@ def test_a_part_of_a_store_is_freed_by_the_command(tmp_path: Path, capsys: pytes
         assert run(build_app(), ["fsck", name, "--config", str(config), "--release", part]) == code
         captured = capsys.readouterr()
         assert said in captured.out + captured.err
+
+
+def test_doctor_says_what_a_tier_over_a_server_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "c.json"
+    entry = {"type": "object", "url": f"file://{tmp_path}/objects"}
+    config.write_text(json.dumps({"primary": {"size": "16MiB"}, "tiers": [entry]}))
+    assert run(build_app(), ["doctor", "--config", str(config)]) == 0
+    out = capsys.readouterr().out
+    assert "warn  object: no limit is set" in out
+    assert "warn  object: its part is this host's name" in out
+    assert "ok    object: self-test" in out
+    config.write_text(
+        json.dumps({"tiers": [{"type": "redis", "url": "redis://127.0.0.1:1/0", "part": "p", "limit": 9}]})
+    )
+    assert run(build_app(), ["doctor", "--config", str(config)]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  redis: self-test: tier redis: redis://127.0.0.1:1/0 does not answer" in out
+    assert "its part" not in out

@@ -215,9 +215,14 @@ class RedisClient:
 
     def _read(self, items: Sequence[ReadItem]) -> None:
         """One pipeline. Of a value that is too long only one byte too much is fetched."""
-        commands = [("GETRANGE", self._name(item.key), 0, HEADER_BYTES + len(item.target)) for item in items]
+        names = [self._name(item.key) for item in items]
+        commands: list[tuple[Any, ...]] = [
+            ("GETRANGE", name, 0, HEADER_BYTES + len(item.target)) for name, item in zip(names, items, strict=True)
+        ]
+        if self._ttl_ms is not None:  # whoever uses a value keeps it alive
+            commands += [("PEXPIRE", name, self._ttl_ms) for name in names]
         try:
-            results = self._pipeline(commands)
+            results = self._pipeline(commands)[: len(items)]
         except Exception as error:
             results = [error] * len(items)
         for index, (item, value) in enumerate(zip(items, results, strict=True)):
