@@ -13,8 +13,8 @@ from kvstrata.runtime.guard import GuardedTier
 from kvstrata.tiers.base import Clock
 from kvstrata.types import FailCause, JobEnded, KeysDone, TierJob, make_key
 
-STORE_JOB = -2001
-LOAD_JOB = -2002
+STORE_JOB = 2**62 + 1  # no number that the core will give, and none that a tier keeps for its self-test
+LOAD_JOB = 2**62 + 2
 PATIENCE_S = 10.0
 MOST_BYTES = 32 << 20
 MOST_SLOTS = 8
