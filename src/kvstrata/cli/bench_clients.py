@@ -1,7 +1,7 @@
 """The bare client libraries that `kvstrata bench tier` measures beside the tiers: the same bytes, nothing else.
 
-Each moves a list of buffers by the library's own batch calls, `width` of them in flight. What comes back is left in
-the library's memory: no header, no check, no copy.
+Each moves a list of buffers by the library's own batch calls of `batch` chunks, `width` of them in flight. What comes
+back is left in the library's memory: no header, no check, no copy.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LONG_S = 600.0
 class Bare(Protocol):
     """One client library on the tier's own server."""
 
-    batch: int
-    """Chunks of one call."""
+    batches: tuple[int, ...]
+    """Chunks of one call that are worth trying."""
 
-    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int) -> None:
+    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int, batch: int) -> None:
         """Write all, `width` calls in flight."""
         ...
 
-    def load(self, names: Sequence[str], width: int) -> int:
+    def load(self, names: Sequence[str], width: int, batch: int) -> int:
         """Read all, `width` calls in flight; the number of bytes that came."""
         ...
 
@@ -49,7 +49,7 @@ class Bare(Protocol):
 class BareObjects:
     """obstore: its asynchronous calls, gathered."""
 
-    batch = 1
+    batches: tuple[int, ...] = (1,)
 
     def __init__(self, tier: ObjectTier) -> None:
         import obstore
@@ -71,7 +71,7 @@ class BareObjects:
 
         return asyncio.run(run())
 
-    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int) -> None:
+    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int, batch: int) -> None:
         """One PUT per chunk."""
 
         def put(name: str, chunk: memoryview) -> Callable[[], Any]:
@@ -79,7 +79,7 @@ class BareObjects:
 
         self._gather([put(name, chunk) for name, chunk in zip(names, chunks, strict=True)], width)
 
-    def load(self, names: Sequence[str], width: int) -> int:
+    def load(self, names: Sequence[str], width: int, batch: int) -> int:
         """One GET per chunk."""
 
         async def get(name: str) -> int:
@@ -110,9 +110,9 @@ def _run(names: Sequence[str], batch: int, width: int, work: Callable[[int, int]
 
 
 class BareRedis:
-    """redis-py: pipelines of 16 commands, one connection per pipeline in flight."""
+    """redis-py: pipelines of commands, one connection per pipeline in flight."""
 
-    batch = 16
+    batches: tuple[int, ...] = (1, 4, 16)
 
     def __init__(self, tier: RedisTier) -> None:
         import redis
@@ -120,7 +120,7 @@ class BareRedis:
         found = dict(tier._credentials())
         self._connection: Any = redis.Redis.from_url(found.pop("url"), socket_timeout=60.0, **found)
 
-    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int) -> None:
+    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int, batch: int) -> None:
         """SET in pipelines."""
 
         def work(first: int, last: int) -> None:
@@ -129,9 +129,9 @@ class BareRedis:
                 pipe.set(f"bare:{names[index]}", chunks[index])
             pipe.execute()
 
-        _run(names, self.batch, width, work)
+        _run(names, batch, width, work)
 
-    def load(self, names: Sequence[str], width: int) -> int:
+    def load(self, names: Sequence[str], width: int, batch: int) -> int:
         """GET in pipelines."""
         sizes: list[int] = []
 
@@ -141,7 +141,7 @@ class BareRedis:
                 pipe.get(f"bare:{names[index]}")
             sizes.append(sum(map(len, pipe.execute())))
 
-        _run(names, self.batch, width, work)
+        _run(names, batch, width, work)
         return sum(sizes)
 
     def remove(self, names: Sequence[str]) -> None:
@@ -156,7 +156,7 @@ class BareRedis:
 class BareMooncake:
     """Mooncake's own batches of 16, straight from and into registered memory, over the tier's connection."""
 
-    batch = 16
+    batches: tuple[int, ...] = (16,)
 
     def __init__(self, tier: MooncakeTier) -> None:
         client = tier._mooncake
@@ -168,7 +168,7 @@ class BareMooncake:
     def _names(self, names: Sequence[str]) -> list[str]:
         return [f"bare/{self._turn}/{name}" for name in names]
 
-    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int) -> None:
+    def store(self, names: Sequence[str], chunks: Sequence[memoryview], width: int, batch: int) -> None:
         """Under new names each time: what is there already would not be moved."""
         self._turn += 1
         fresh = self._names(names)
@@ -182,9 +182,9 @@ class BareMooncake:
             if any(codes):
                 raise OSError(f"codes {set(codes)}: a larger segment?")
 
-        _run(names, self.batch, width, work)
+        _run(names, batch, width, work)
 
-    def load(self, names: Sequence[str], width: int) -> int:
+    def load(self, names: Sequence[str], width: int, batch: int) -> int:
         """Into where they came from."""
         fresh, came = self._names(names), []
 
@@ -192,7 +192,7 @@ class BareMooncake:
             places = [self._sizes[name] for name in names[first:last]]
             came.extend(self._store.batch_get_into(fresh[first:last], [at for at, _ in places], [n for _, n in places]))
 
-        _run(names, self.batch, width, work)
+        _run(names, batch, width, work)
         return sum(came)
 
     def remove(self, names: Sequence[str]) -> None:

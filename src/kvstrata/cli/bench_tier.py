@@ -1,8 +1,9 @@
 """`kvstrata bench tier`: store and load throughput of a tier beside the bare client library, in one run.
 
 Both do the same transfers in the same process, one after the other, several times; the bare library by its batch calls
-with the best of 1, 4 and 16 in flight, the tier on four threads as in an engine. A store counts when its job has
-ended, a load when its bytes were verified and lie in primary. A ratio is the median of the pairs.
+with the best of 1, 4 and 16 in flight (and the best number of chunks per call), the tier on four threads as in an
+engine. A store counts when its job has ended, a load when its bytes were verified and lie in primary. A ratio is the
+median of the pairs.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def describe(row: dict[str, Any]) -> str:
         mine = f"{op} {row[op]['tier_gbps']:.3f} GB/s"
         beside = row[op].get("ratio")
         bare = row[op].get("bare_gbps")
-        wide = row[op].get("in_flight")
-        parts.append(mine if beside is None else f"{mine}, bare {bare:.3f} ({wide} in flight): {beside:.2f}")
+        wide = f"{row[op].get('in_flight')} in flight, {row[op].get('chunks_per_call')} a call"
+        parts.append(mine if beside is None else f"{mine}, bare {bare:.3f} ({wide}): {beside:.2f}")
     return "  ".join(parts)
 
 
@@ -91,10 +92,10 @@ def measure(entry: TierConfig, size: int, count: int, pairs: int) -> dict[str, A
 
 @dataclass(slots=True)
 class Best:
-    """How many calls of the bare library in flight were fastest, per direction."""
+    """How many calls of the bare library in flight, and chunks per call, were fastest, per direction."""
 
-    store: int = 0
-    load: int = 0
+    store: tuple[int, int] = (0, 0)
+    load: tuple[int, int] = (0, 0)
 
 
 class Bench:
@@ -141,13 +142,14 @@ class Bench:
                 stores.append((mine[0], bare[0]))
                 loads.append((mine[1], bare[1]))
         found: dict[str, Any] = {}
-        for op, figures, width in (("store", stores, self._best.store), ("load", loads, self._best.load)):
+        for op, figures, (width, batch) in (("store", stores, self._best.store), ("load", loads, self._best.load)):
             found[op] = {"tier_gbps": statistics.median(mine for mine, _ in figures)}
             if self.bare is not None:
                 found[op] |= {
                     "bare_gbps": statistics.median(bare for _, bare in figures),
                     "ratio": statistics.median(mine / bare for mine, bare in figures),
                     "in_flight": width,
+                    "chunks_per_call": batch,
                 }
         return found
 
@@ -212,21 +214,22 @@ class Bench:
         if bare is None:
             return 0.0, 0.0
         names = [f"{number}-{index}" for index in range(self.count)]
-        if not self._best.store:
-            self._best.store = self._fastest(lambda width: bare.store(names, self._chunks, width))
-            self._best.load = self._fastest(lambda width: self._bare_load(bare, names, width))
-        stored = self._rate(lambda: bare.store(names, self._chunks, self._best.store))
-        loaded = self._rate(lambda: self._bare_load(bare, names, self._best.load))
+        if not self._best.store[0]:
+            self._best.store = self._fastest(bare, functools.partial(bare.store, names, self._chunks))
+            self._best.load = self._fastest(bare, functools.partial(self._bare_load, bare, names))
+        stored = self._rate(functools.partial(bare.store, names, self._chunks, *self._best.store))
+        loaded = self._rate(functools.partial(self._bare_load, bare, names, *self._best.load))
         bare.remove(names)
         return stored, loaded
 
-    def _fastest(self, work: Callable[[int], None]) -> int:
-        """The number of calls in flight with the highest rate."""
-        rates = {width: self._rate(functools.partial(work, width)) for width in WIDTHS}
-        return max(rates, key=lambda width: rates[width])
+    def _fastest(self, bare: Bare, work: Callable[[int, int], None]) -> tuple[int, int]:
+        """Calls in flight, and chunks per call, with the highest rate."""
+        ways = [(width, batch) for width in WIDTHS for batch in bare.batches]
+        rates = {way: self._rate(functools.partial(work, *way)) for way in ways}
+        return max(rates, key=lambda way: rates[way])
 
-    def _bare_load(self, bare: Bare, names: Sequence[str], width: int) -> None:
-        if bare.load(names, width) != self.size * self.count:
+    def _bare_load(self, bare: Bare, names: Sequence[str], width: int, batch: int) -> None:
+        if bare.load(names, width, batch) != self.size * self.count:
             raise ConfigError("the bare client did not give back what it was given")
 
     def _rate(self, work: Callable[[], None]) -> float:
