@@ -200,3 +200,17 @@ def test_the_last_record_names_the_cause(scene: Scene, outcome: Callable[[Scene]
         assert "could not be brought" in story.note
     if outcome is tier_slow:
         assert story.waited_s >= 2.0
+
+
+def test_a_request_that_waits_is_asked_without_a_round_of_the_driver(scene: Scene) -> None:
+    scene.evict()
+    scene.tier.mood = "slow"
+    request = scene.request()
+    assert scene.ask(request) is None
+    driver = scene.side.stack.driver
+    before = driver.statistics().rounds
+    assert scene.side.matched(request, 0) == (None, False)
+    assert driver.statistics().rounds == before
+    scene.end(request)
+    scene.clock.advance(100.0)
+    scene.tier._events += [JobEnded(job) for job in list(scene.side.stack.tiers[0]._jobs)]

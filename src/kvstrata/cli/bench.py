@@ -7,6 +7,7 @@ import typer
 from kvstrata.cli.bench_disk import disk
 from kvstrata.cli.bench_engine import engine
 from kvstrata.cli.bench_interference import bench_interference
+from kvstrata.cli.bench_machine import bench_machine
 from kvstrata.cli.bench_memory import bench_first, bench_memory
 from kvstrata.cli.bench_resolve import bench_resolve
 from kvstrata.cli.bench_step import bench_step
@@ -18,6 +19,7 @@ app.command("first")(bench_first)
 app.command("step")(bench_step)
 app.command("memory")(bench_memory)
 app.command("interference")(bench_interference)
+app.command("machine")(bench_machine)
 app.command("engine")(engine)
 app.command("disk")(disk)
 app.command("tier")(bench_tier)

@@ -157,6 +157,10 @@ class Driver(Generic[M]):
         """Whether the core's time does not move, because setting it raises: its clocks do not run."""
         return self._stuck
 
+    def waits(self, request_id: str, computed: int, total: int) -> bool:
+        """Whether a poll would only be answered "wait" now; counts as that poll. Takes no lock and asks no tier."""
+        return self._manager.waits(request_id, computed, total)
+
     def poll(self, request_id: str, computed: int, total: int) -> Answer:
         """One request's poll: a step of its own, unless it only waits, which takes no lock and asks no tier.
 

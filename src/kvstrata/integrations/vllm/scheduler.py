@@ -154,8 +154,13 @@ class SchedulerSide:
         if record.wishes.off or record.broken:
             return 0, False
         now, total = self.stack.clock.monotonic(), int(request.num_tokens)
+        fresh = record.chain.take(request.block_hashes)
+        waiting = fresh is None and record.polled and not record.answered
+        if waiting and self.stack.driver.waits(request.request_id, computed, total):
+            return self._wait(record, computed, total, now), False
         with self.stack.driver.step() as manager:
-            self._extend(manager, record)
+            if fresh is not None:
+                manager.extend_keys(request.request_id, fresh)
             answer = manager.poll(request.request_id, computed, total)
             failed = manager.failed_chunks(request.request_id) if answer.hit is not None else 0
         record.polled = True
