@@ -8,10 +8,10 @@ reported. Keys are built, and requests known, before.
 from __future__ import annotations
 
 import gc
-import resource
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from kvstrata.bench.machine import cpu_s
 from kvstrata.bench.tiers import IndexTier
 from kvstrata.bench.workloads import CHUNK_BYTES, Workload, keys_of
 from kvstrata.core.manager import TieringOffloadingManager
@@ -125,12 +125,12 @@ class Engine:
     def step(self, names: Sequence[str]) -> float:
         """One scheduler step in which these requests are polled; returns and adds up its seconds."""
         total, driver = self.workload.tokens, self.driver
-        cpu, began = _cpu_s(), self._clock.monotonic()
+        cpu, began = cpu_s(), self._clock.monotonic()
         answers = [driver.poll(name, 0, total).hit for name in names]
         driver.end_step()
         took = self._clock.monotonic() - began
         self.spent_s += took
-        self.cpu_s += _cpu_s() - cpu
+        self.cpu_s += cpu_s() - cpu
         self.hits.update((name, hit) for name, hit in zip(names, answers, strict=True) if hit is not None)
         return took
 
@@ -225,7 +225,7 @@ def measure_with_threads(prepared: Prepared, pause_s: float = 0.001) -> dict[str
     rest = Signal()
     gc.collect()
     engine.driver.start()
-    steps, cpu = 0, _cpu_s()
+    steps, cpu = 0, cpu_s()
     try:
         while engine.waiting and steps < MOST_STEPS:
             engine.step_waiting()
@@ -235,12 +235,7 @@ def measure_with_threads(prepared: Prepared, pause_s: float = 0.001) -> dict[str
     finally:
         engine.driver.stop()
         executor.close(5.0)
-    cpu = _cpu_s() - cpu
+    cpu = cpu_s() - cpu
     promoted = engine.core.statistics().counters.promoted
     consumed = engine.consume() if not engine.waiting else -1
     return {"ready_s": engine.spent_s, "steps": steps, "cpu_s": cpu, "promoted": promoted, "consumed": consumed}
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstrata.bench.machine import cpu_s
 from kvstrata.bench.tiers import IndexTier
 from kvstrata.bench.workloads import CHUNK_BYTES, LAYOUTS, keys_of, prompt_hashes
 from kvstrata.core.manager import TieringOffloadingManager
@@ -29,6 +30,9 @@ class StepRow:
     store_p99_batch_ms: float
     load_us: float
     load_p99_batch_ms: float
+    store_cpu_us: float
+    """The process's CPU time per chunk stored: what is left of `store_us` when nothing else runs on the machine."""
+    load_cpu_us: float
 
 
 class SteadyMix:
@@ -96,16 +100,19 @@ class SteadyMix:
             self.store_batch(recent[-1])
         recent = recent[-min(64, len(recent) // 2) :]
         stores, loads = [], []
+        store_cpu = load_cpu = 0.0
         for i in range(batches):
             keys = self.next_keys()
-            began = clock.monotonic()
+            cpu, began = cpu_s(), clock.monotonic()
             self.store_batch(keys)
             stores.append(clock.monotonic() - began)
+            store_cpu += cpu_s() - cpu
             recent[i % len(recent)] = keys
             again = recent[(i * 7 + 1) % len(recent)]
-            began = clock.monotonic()
+            cpu, began = cpu_s(), clock.monotonic()
             self.load_batch(again)
             loads.append(clock.monotonic() - began)
+            load_cpu += cpu_s() - cpu
         return StepRow(
             slots,
             len(self.tiers),
@@ -115,6 +122,8 @@ class SteadyMix:
             float(np.percentile(stores, 99)) * 1e3,
             float(np.mean(loads)) / self.batch * 1e6,
             float(np.percentile(loads, 99)) * 1e3,
+            store_cpu / batches / self.batch * 1e6,
+            load_cpu / batches / self.batch * 1e6,
         )
 
     def next_keys(self) -> list[OffloadKey]:

@@ -28,14 +28,16 @@ def bench_step(
     if tiers < 0 or batch * 4 > slots:
         raise ConfigError("--tiers must not be negative, and --slots must hold at least four batches")
     row = SteadyMix(slots, tiers, batch, policy).run(batches)
-    table = Table("slots", "tiers", "batch", "store us/chunk", "p99 batch ms", "load us/chunk", "p99 batch ms")
+    table = Table("slots", "tiers", "batch", "store us/chunk", "CPU", "p99 ms", "load us/chunk", "CPU", "p99 ms")
     table.add_row(
         str(row.slots),
         str(row.tiers),
         str(row.batch),
         f"{row.store_us:.2f}",
+        f"{row.store_cpu_us:.2f}",
         f"{row.store_p99_batch_ms:.2f}",
         f"{row.load_us:.2f}",
+        f"{row.load_cpu_us:.2f}",
         f"{row.load_p99_batch_ms:.2f}",
     )
     show(table)

@@ -51,6 +51,12 @@ class Loads:
             keys += group[lo:hi]
         slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
         job = self._accept(request, slots, keys)
+        if ready and tokens == request.hit:  # all that it holds is loaded: its pins become the job's
+            self._core.residency.hand_over(slots)
+            request.slots = []
+            self._core.room = True
+        else:
+            self._core.residency.pin(slots)
         offsets, lengths = self._core.ranges_of(slots)
         return LoadPlan(
             job.job_id, request.request_id, request.computed, boundary, ranges, slots, offsets, lengths, keys, complete
@@ -62,17 +68,18 @@ class Loads:
         if (slots < 0).any() or (self._core.residency.state[slots] != READY).any():
             return None
         job = self._accept(request, slots, keys)
+        self._core.residency.pin(slots)
         offsets, lengths = self._core.ranges_of(slots)
         return LoadPlan(job.job_id, request.request_id, 0, 0, (), slots, offsets, lengths, keys)
 
     def _accept(self, request: Request, slots: I64, keys: Sequence[OffloadKey]) -> Job:
+        """Enter a load; pinning its slots is the caller's."""
         core = self._core
         job = core.ledger.accept(
             JobKind.LOAD, core.generation, slots, keys, request.request_id, core.now, reports=core.ranks
         )
         request.loads.add(job.job_id)
         request.load_job = job.job_id
-        core.residency.pin(slots)
         core.account.consumed(slots)
         core.counters.loads += 1
         core.counters.loaded += len(slots)

@@ -54,6 +54,12 @@ class Pins:
             self.held_bytes -= self._table.bytes_of(loose)
             self._unpin(slots, once)
 
+    def hand_over(self, slots: I64) -> None:
+        """Holds end, their pins go on: they belong to a job from now on."""
+        if len(slots):
+            loose = _subtract(self._table.holds, slots, None, distinct(slots), "let go more often than held")
+            self.held_bytes -= self._table.bytes_of(loose)
+
     def _pin(self, slots: I64, once: bool) -> None:
         table = self._table
         states = table.state[slots]

@@ -373,6 +373,10 @@ class Residency:
         """Ends holds and their pins; below zero is an error that changes nothing."""
         self._pins.unhold(_array(slots))
 
+    def hand_over(self, slots: Slots) -> None:
+        """Ends holds and keeps their pins, which belong to a job from now on."""
+        self._pins.hand_over(_array(slots))
+
     @property
     def stuck_bytes(self) -> int:
         """Bytes that neither a grant nor a store can have now; a pinned slot under a job counts once."""
