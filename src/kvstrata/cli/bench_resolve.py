@@ -44,11 +44,14 @@ def bench_resolve(
     began = clock.monotonic()
     with _sides(vs, threads, baseline) as sides:
         settle()
-        measured = [_report(row, clock.monotonic() - began) for row in _measure(wanted, sides, limits)]
+        kept = read_rows(json_file) if append and json_file is not None else []
+        measured: list[Row] = []
+        for row in _measure(wanted, sides, limits):
+            note(f"{clock.monotonic() - began:7.1f} s  {_name(row)}")
+            measured.append(row)
+            kept = [other for other in kept if _name(other) != _name(row)]
+            write_json(json_file, kept + measured)  # a run that is cut short leaves its rows
     show(_table(measured))
-    kept = read_rows(json_file) if append and json_file is not None else []
-    names = {_name(row) for row in measured}
-    write_json(json_file, [row for row in kept if _name(row) not in names] + measured)
     found = [line for row in measured for line in complaints(row)]
     note(f"{len(measured)} rows in {clock.monotonic() - began:.0f} s")
     for line in found:
@@ -78,11 +81,6 @@ def _measure(workloads: Iterable[Workload], sides: Sides, budget: Budget) -> Ite
     """The rows, one after the other: each one's keys are dropped before the next one's are made."""
     for workload in workloads:
         yield measure_row(Prepared(workload), sides, budget)
-
-
-def _report(row: Row, seconds: float) -> Row:
-    note(f"{seconds:7.1f} s  {_name(row)}")
-    return row
 
 
 def _name(row: Row) -> str:
