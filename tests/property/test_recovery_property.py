@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from kvstrata.core.breakers import MOST_REST, Breaker, BreakerState
+from kvstrata.core.breakers import LONGEST_REST, Breaker, BreakerState
 from kvstrata.core.clocks import Pace, WaitClock
 from kvstrata.core.settings import CoreConfig
 from kvstrata.testing import ScriptedTier
@@ -40,7 +40,7 @@ FEW = examples(max_examples=max(EXAMPLES // 4, 10))
 FIRST, MOST = 1.0, 60.0
 BOUND = 2 * MOST + 1.0
 """A breaker that is open for its longest time becomes half open, and closes after as long again at the latest."""
-REST_BOUND = (MOST_REST + 1) * MOST + 1.0
+REST_BOUND = (LONGEST_REST + 1) * MOST + 1.0
 """The same for one that rests because requests waited for its tier in vain."""
 
 # the breaker by itself

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from core_kit import TPC, async_tier, core_of, finish_loads, hold, stack_of, sync_tier
 
-from kvstrata.core.breakers import REST_PER_WAIT, BreakerState
+from kvstrata.core.breakers import REST_FIRST, REST_MOST, BreakerState
 from kvstrata.core.messages import RequestOptions
 from kvstrata.testing import ScriptedTier
 from kvstrata.testing.stack import CoreStack
@@ -22,24 +23,34 @@ def wait_in_vain(stack: CoreStack, tier: ScriptedTier, name: str, **options: flo
     stack.pump()
 
 
-def test_a_tier_that_is_waited_for_in_vain_rests_for_many_times_as_long() -> None:
+def rest_of(stack: CoreStack, tier: ScriptedTier) -> float:
+    """How long the tier rests now, in steps of a second; nothing is read meanwhile."""
+    reads, asked, rest = core_of(stack).tiers[0].reads, len(tier.calls_of("submit_load")), 0.0
+    assert reads.state is BreakerState.OPEN
+    while not reads.allows:
+        name = f"meanwhile {stack.clock.monotonic()}"
+        hold(stack, tier, stack.add(name, 4 * TPC))
+        assert stack.poll(name, 0, 4 * TPC).hit == 0, "answered at once"
+        stack.finish(name)
+        stack.wait(1.0)
+        rest += 1.0
+    assert len(tier.calls_of("submit_load")) == asked
+    return rest
+
+
+def test_a_tier_that_is_waited_for_in_vain_rests_longer_and_longer() -> None:
     tier = sync_tier()
     stack = stack_of(tiers=[tier])
-    reads = core_of(stack).tiers[0].reads
     for number in range(3):
-        assert reads.state is BreakerState.CLOSED
+        assert core_of(stack).tiers[0].reads.state is BreakerState.CLOSED
         wait_in_vain(stack, tier, f"r{number}")
-    assert reads.state is BreakerState.OPEN
-    asked = len(tier.calls_of("submit_load"))
-    stack.wait(100.0, step=1.0)
-    keys = stack.add("meanwhile", 4 * TPC)
-    hold(stack, tier, keys)
-    assert stack.poll("meanwhile", 0, 4 * TPC).hit == 0, "answered at once"
-    assert len(tier.calls_of("submit_load")) == asked
-    stack.wait(REST_PER_WAIT * 2.1, step=1.0)
-    assert reads.allows, "asked again by itself"
-    wait_in_vain(stack, tier, "again")
-    assert reads.state is BreakerState.OPEN, "the row goes on: one more is enough"
+    rests = []
+    for number in range(7):
+        rests.append(rest_of(stack, tier))
+        wait_in_vain(stack, tier, f"again{number}")  # the row goes on: one more is enough
+    waited = 2.0
+    expected = [min(REST_FIRST * 2**number, REST_MOST) * waited for number in range(7)]
+    assert rests == pytest.approx(expected, abs=8.0)
 
 
 def test_one_that_is_served_in_time_ends_the_row() -> None:

@@ -7,20 +7,20 @@
 It recovers with time whatever the traffic: an open breaker becomes half open by itself, and a half-open one that
 nobody tries for as long again closes.
 
-A tier may also answer, but too late: requests wait for it until their clocks run out and gain little. After as many of
-these in a row as of errors, the breaker opens for `REST_PER_WAIT` times as long as the last one waited, so that what is
-waited for nothing stays a small part of all time. One that was served in time ends the row; a trial that merely works
-does not.
+A tier may also answer, but too late: requests wait for it until their clocks run out and gain little. After as many
+such waits in a row as of errors, the breaker opens for a multiple of the time that the last one took. It doubles with
+each further one, up to `REST_MOST`: a tier that was slow for a while is back after about as long, and one that serves
+nobody in time costs less than 2 %. A request that was served in time ends the row; a trial that merely works does not.
 """
 
 from __future__ import annotations
 
 import enum
 
-REST_PER_WAIT = 60.0
-"""Seconds of rest for each second that a request waited for nothing: less than 2 % of the time is lost so."""
+REST_FIRST, REST_MOST = 4.0, 60.0
+"""Seconds of rest for each second that a request waited for nothing, at first and at most."""
 
-MOST_REST = 10.0
+LONGEST_REST = 10.0
 """Longest rest, in longest times that the breaker stays open."""
 
 
@@ -35,8 +35,8 @@ class BreakerState(enum.Enum):
 class Breaker:
     """One breaker. All times are seconds of the core's clock."""
 
-    __slots__ = ("_errors", "_errors_to_open", "_late", "_open_s", "_open_s_first", "_open_s_max", "_trial", "_until",
-                 "opened", "state")  # fmt: skip
+    __slots__ = ("_errors", "_errors_to_open", "_late", "_open_s", "_open_s_first", "_open_s_max", "_rest", "_trial",
+                 "_until", "opened", "state")  # fmt: skip
 
     def __init__(self, errors_to_open: int, open_s: float, open_s_max: float) -> None:
         self.state = BreakerState.CLOSED
@@ -49,6 +49,7 @@ class Breaker:
         self._until = 0.0
         self._trial = False
         self._late = 0
+        self._rest = REST_FIRST
 
     def advance(self, now: float) -> bool:
         """Let time pass: open becomes half open, an untried half open becomes closed. True if it changed."""
@@ -104,11 +105,13 @@ class Breaker:
         """A request that waited for the tier until its clock ran out has gained little."""
         self._late += 1
         if self.state is not BreakerState.OPEN and self._late >= self._errors_to_open:
-            self._open(now, min(REST_PER_WAIT * waited, MOST_REST * self._open_s_max))
+            self._open(now, min(self._rest * waited, LONGEST_REST * self._open_s_max))
+            self._rest = min(2 * self._rest, REST_MOST)
 
     def in_time(self) -> None:
         """A request got what it waited for."""
         self._late = 0
+        self._rest = REST_FIRST
 
     def _open(self, now: float, rest: float = 0.0) -> None:
         self.state = BreakerState.OPEN
