@@ -7,6 +7,7 @@ import os
 import select
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -238,6 +239,31 @@ def test_what_is_forgotten_is_answered_as_cancelled_and_what_waits_for_the_devic
     rig.finish()
     assert {done.task_id: done.cause for done in rig.answers} == {1: "", 2: FailCause.CANCELLED}
     assert [task.task_id for task in rig.aside] == [3, 4]
+
+
+def test_batches_for_a_new_file_go_aside_and_count_for_the_depth() -> None:
+    rig = Rig(write_depth=2)
+    for number in range(4):
+        rig.loop.push(msgspec.structs.replace(rig.write(number), fresh=True))
+    rig.turn()
+    assert [task.task_id for task in rig.aside] == [0, 1]
+    rig.loop.push(rig.read(9))
+    rig.loop.push(Sync(10, []))
+    assert rig.loop.ended_aside(Done(0))
+    rig.turn()
+    assert [task.task_id for task in rig.aside] == [0, 1, 10]  # a load is about, and one store is still there
+    assert not rig.loop.ended_aside(Done(10))
+    assert rig.loop.ended_aside(Done(1))
+    rig.turn()
+    assert [task.task_id for task in rig.aside] == [0, 1, 10, 2]
+    rig.queue.end()
+    rig.turn()
+    rig.loop.forget([3])
+    assert rig.loop.ended_aside(Done(2))
+    rig.turn()
+    assert [(done.task_id, done.cause) for done in rig.answers][-1] == (3, FailCause.CANCELLED)
+    assert {done.task_id for done in rig.answers} == {0, 1, 2, 3, 9, 10}
+    assert not rig.loop.busy
 
 
 def test_a_task_that_cannot_begin_is_answered() -> None:

@@ -22,7 +22,7 @@ from kvstrata.tiers.disk.io import SystemFiles
 from kvstrata.tiers.disk.lanes import Lanes
 from kvstrata.tiers.disk.loop import IoLoop
 from kvstrata.tiers.disk.process import READ_BYTES, Frames, WorkerSpec, frame
-from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, Task
+from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, Task, WriteBatch
 from kvstrata.tiers.disk.work import Workshop
 
 _LOOK_FOR_PARENT_S = 0.25
@@ -33,6 +33,7 @@ _HOLD_LOADS_S = 0.002
 _HOLD_STORES_S = 0.010
 """How long an answer may wait for the next one of its kind: each message wakes two threads of the engine."""
 _BESIDE = 3
+_FILLERS = 8
 _SPARE_CALLS = 8
 
 
@@ -90,15 +91,15 @@ class _Outbox:
         self._kinds.add(load)
         self._held.append(done)
 
-    def flush(self, loop: IoLoop, aside: list[Done]) -> float:
+    def flush(self, loop: IoLoop, *, at_once: bool) -> float:
         """Send what should go now; seconds until the rest should, or until a look at other things is due."""
-        if not self._held and not aside:
+        if not self._held:
             return _LOOK_FOR_PARENT_S
-        if not aside and all(loop.follow(load=load) for load in self._kinds):
+        if not at_once and all(loop.follow(load=load) for load in self._kinds):
             rest = self._due - self._clock.monotonic()
             if rest > 0:
                 return rest
-        _send(self._pipe, frame(self._encoder.encode(Answers(self._held + aside))))
+        _send(self._pipe, frame(self._encoder.encode(Answers(self._held))))
         self._held = []
         self._kinds.clear()
         return _LOOK_FOR_PARENT_S
@@ -144,15 +145,16 @@ def serve(spec: WorkerSpec) -> None:
 
 def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, queue: CallQueue) -> None:
     clock = SystemClock()
-    outbox, beside = _Outbox(spec.answers, clock), ThreadExecutor("disk-io", threads=_BESIDE)
-    finished: deque[Done] = deque()
+    outbox, finished = _Outbox(spec.answers, clock), deque[Done]()
+    # Those that write for the first time are many; nothing that others wait for may stand behind them.
+    upkeep, first_writes = ThreadExecutor("disk-io", threads=_BESIDE), ThreadExecutor("disk-fill", threads=_FILLERS)
 
     def aside(task: Task) -> None:
         def body() -> None:
             finished.append(workshop.run(task))
             os.eventfd_write(queue.handle, 1)
 
-        beside.submit(body)
+        (first_writes if isinstance(task, WriteBatch) else upkeep).submit(body)
 
     loop = IoLoop(workshop, queue, outbox.report, aside, width=spec.width, write_depth=spec.write_depth)
     inbox = _Inbox(spec, loop)
@@ -167,12 +169,13 @@ def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, queue: CallQueue) -> N
             os.eventfd_read(queue.handle)
         if spec.jobs in found and not inbox.read():
             return
-        more = loop.turn()
-        done: list[Done] = []
+        urgent = False
         while finished:
-            done.append(finished.popleft())
-        if not more or done:
-            rest = outbox.flush(loop, done)
+            done = finished.popleft()
+            urgent |= not loop.ended_aside(done)
+        more = loop.turn()
+        if not more or urgent:
+            rest = outbox.flush(loop, at_once=urgent)
         now = clock.monotonic()
         if now >= look_at:
             look_at = now + _LOOK_FOR_PARENT_S

@@ -4,7 +4,8 @@ Loads go before stores. While a load waits or is at the disk, one store call may
 a load never waits for more than that; every `_GROW_BYTES` that are stored with no load about allow one more, up to the
 write depth. So of loads that come one by one the next does not find the disk full of writes.
 
-Segments are prepared, and made durable, aside: those calls wait for the device.
+What waits for the device goes aside: segments are prepared and made durable there, and batches written for the first
+time, for which the file system has to mark their blocks as written. They count for the write depth as others do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvstrata.tiers.disk.calls import Call, CallQueue
 from kvstrata.tiers.disk.format import BLOCK, SECTOR
-from kvstrata.tiers.disk.tasks import Done, Prepare, ReadUnit, SelfTest, Sync, Task
+from kvstrata.tiers.disk.tasks import Done, Prepare, ReadUnit, SelfTest, Sync, Task, WriteBatch
 from kvstrata.tiers.disk.work import UNIT_BYTES, Steps, Workshop
 from kvstrata.types import FailCause
 
@@ -85,6 +86,7 @@ class IoLoop:
         self._next_tag = 0
         self._forgotten: set[int] = set()
         self._due: deque[_Flight] = deque()  # whose call has ended
+        self._beside: dict[int, int] = {}  # bytes of the batches that are written aside, by task
 
     @property
     def busy(self) -> bool:
@@ -145,10 +147,23 @@ class IoLoop:
             flight.got += result
             self._push(flight, begin + result, size - result)
             self._queue.submit()
-        if write and not self.follow(load=True) and self._allowed < self._write_depth:
+        if write:
+            self._grow(size)
+
+    def _grow(self, size: int) -> None:
+        if not self.follow(load=True) and self._allowed < self._write_depth:
             self._stored += size
             if self._stored >= _GROW_BYTES:
                 self._allowed, self._stored = self._allowed + 1, 0
+
+    def ended_aside(self, done: Done) -> bool:
+        """A task that went aside has ended; whether it was a store, as opposed to what others wait for."""
+        size = self._beside.pop(done.task_id, 0)
+        if size:
+            self._writes.out -= 1
+            self._grow(size)
+        self._report(done, False)
+        return bool(size)
 
     def _go_on(self, flight: _Flight) -> None:
         """All of a call has ended: the task goes on."""
@@ -166,10 +181,15 @@ class IoLoop:
 
     # calls that begin
 
+    @property
+    def _depth(self) -> int:
+        """How many stores may be at the disk now."""
+        return 1 if self.follow(load=True) else self._allowed
+
     def _hand_over(self) -> None:
         """Fill the disk up with what may go."""
         moved = self._submit(self._reads, self._width, _PIECE_BYTES)
-        depth = 1 if self.follow(load=True) else self._allowed
+        depth = self._depth
         moved |= self._submit(self._writes, depth, _PIECE_BYTES if depth == self._write_depth else _SMALL_BYTES)
         if moved:
             self._queue.submit()
@@ -197,11 +217,19 @@ class IoLoop:
     def _begin(self, lane: _Lane) -> bool:
         if not lane.waiting or lane.ready >= _READY_BYTES:
             return False
-        task = lane.waiting.popleft()
-        load = lane is self._reads
+        task, load = lane.waiting[0], lane is self._reads
+        fresh = isinstance(task, WriteBatch) and task.fresh
+        if fresh and (lane.open or lane.out >= self._depth):
+            return False
+        lane.waiting.popleft()
         if task.task_id in self._forgotten:
             self._forgotten.discard(task.task_id)
             self._report(Done(task.task_id, FailCause.CANCELLED), load)
+            return True
+        if isinstance(task, WriteBatch) and fresh:
+            self._beside[task.task_id] = task.span
+            lane.out += 1
+            self._aside(task)
             return True
         steps = self._workshop.steps(task)
         try:

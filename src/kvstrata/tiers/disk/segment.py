@@ -83,6 +83,7 @@ class Segment:
     live_bytes: int = 0
     live_records: int = 0
     dirty: bool = False
+    fresh: bool = False  # in the first life of its file
 
     def move(self, state: SegmentState) -> None:
         """Enter another state. Raises `InternalError` if that is no legal move."""

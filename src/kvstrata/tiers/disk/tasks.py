@@ -31,6 +31,8 @@ class WriteBatch(msgspec.Struct, array_like=True, frozen=True, tag=1):
     digests: bytes
     straight: bool
     """All payloads may go from their slots without a bounce buffer."""
+    fresh: bool = False
+    """The segment was never written before: the file system has something to do for each call."""
 
 
 class ReadUnit(msgspec.Struct, array_like=True, frozen=True, tag=2):

@@ -176,6 +176,7 @@ class Upkeep:
         desk = self._desk
         # What was moved out must be durable before its old place is overwritten.
         synced = [] if created else sorted(self._targets)
+        segment.fresh = created
         desk.space.begin_life(segment, desk.files.random_bytes(ID_BYTES), desk.wall_us())
         header = SegmentHeader(segment.segment_id, segment.seq, desk.acquired.epoch, segment.size, segment.wall_us)
         desk.peak = max(desk.peak, desk.space.allocated)

@@ -232,6 +232,7 @@ class Writes:
             op.memory,
             op.digests,
             plan is not None and plan.straight,
+            segment.fresh,
         )
 
     def fail_all(self, cause: FailCause) -> None:
