@@ -4,8 +4,9 @@
 
 Prints one JSON object: {"gbps", "cpu_s", "seconds", "direct", "bytes", "io", "threads"}. `--fresh` begins with a new
 file whose space was allocated but never written; otherwise a file of that size must have been written before, or is
-written once first, untimed. Memory is in huge pages, which direct calls are fastest with; `--arena` is how much of it
-the calls go through in turn. With little of it (fio has one buffer for each thread) it stays in the processor's caches.
+written once first, untimed. Memory is in huge pages, which direct calls are fastest with. Every call has a place of
+its own in it, as every chunk of a tier has; with `--arena` they go through so much in turn (fio has a buffer for each
+thread), which stays in the caches of the processor.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import random
 import resource
 import threading
 import time
-
-ARENA = 256 << 20
 
 
 def open_file(path: str, size: int, fresh: bool) -> tuple[int, bool]:
@@ -90,7 +89,9 @@ def main() -> None:
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--calls", type=int, default=0, help="most calls; 0: the whole file once")
-    parser.add_argument("--arena", type=int, default=ARENA, help="bytes of memory that the calls go through in turn")
+    parser.add_argument(
+        "--arena", type=int, default=0, help="bytes of memory to go through in turn; 0: a place for each byte"
+    )
     parser.add_argument("--cpus", default="")
     args = parser.parse_args()
     if args.cpus:
@@ -101,10 +102,12 @@ def main() -> None:
         random.Random(1).shuffle(offsets)
     if args.calls:
         offsets = offsets[: args.calls]
-    arena_size = max(min(args.arena, args.bytes) // args.io, 1) * args.io
+    arena_size = max(min(args.arena or args.bytes, args.bytes) // args.io, 1) * args.io
     arena = mmap.mmap(-1, arena_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     arena.madvise(mmap.MADV_HUGEPAGE)
-    arena[:] = bytes(range(256)) * (len(arena) // 256)
+    pattern = bytes(range(256)) * 4096
+    for at in range(0, arena_size, len(pattern)):
+        arena[at : at + len(pattern)] = pattern[: arena_size - at]
     before = resource.getrusage(resource.RUSAGE_SELF)
     seconds = run(handle, offsets, args.io, args.threads, args.op == "write", arena)
     after = resource.getrusage(resource.RUSAGE_SELF)
