@@ -86,11 +86,24 @@ format: $(DEV_STAMP) ## Put the code into its format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+SEEDS ?=
+FROM ?= 0
+JOBS ?= 2
+
 # The second line runs the property tests again with the examples of the soak profile (tests/conftest.py).
 .PHONY: soak
-soak: $(DEV_STAMP) ## Run the long tests, and property tests with many more examples
+soak: $(DEV_STAMP) ## Run the long tests, or SEEDS=N seeds of the simulation (FROM=K JOBS=2)
+ifneq ($(SEEDS),)
+	$(BIN)/python -m kvstrata.testing.simulation $(SEEDS) --from $(FROM) --jobs $(JOBS) $(ARGS)
+else
 	KVSTRATA_PROFILE=soak $(PYTEST) -m soak --timeout 7200 -o faulthandler_timeout=7100 $(ARGS)
 	KVSTRATA_PROFILE=soak $(PYTEST) -m "not soak" --timeout 7200 -o faulthandler_timeout=7100 tests/property $(ARGS)
+	$(MAKE) mutants
+endif
+
+.PHONY: mutants
+mutants: $(DEV_STAMP) ## Put deliberate bugs in, one after the other; the seeds must see each (KVSTRATA_MUTANTS=more.toml)
+	$(BIN)/python tests/mutants/mutant_harness.py tests/mutants/mutants.toml --jobs $(JOBS) $(ARGS)
 
 # One process per file: an engine cannot be started twice in one, and a file that hangs takes no other with it.
 FILES ?= tests/engine/test_*.py

@@ -213,6 +213,26 @@ def test_former_records_of_reclaimed_segments_stay_away_after_a_kill(how: str, b
     again.close()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_flush_makes_durable_what_a_killed_process_had_stored(seed: int) -> None:
+    disk = SimDisk()
+    rig = make(disk, seed).open()
+    keys = chunk_keys(12)
+    rig.store(keys)
+    files = rig.tier._files
+    assert isinstance(files, SimFiles)
+    files.kill()
+    again = make(disk, seed + 100).open()
+    assert set(again.present(keys)) == set(keys)
+    assert again.flush()
+    disk.power_cut(seed)
+    last = make(disk, seed + 200).open()
+    record = last.load(keys)
+    assert record.ok, record.causes
+    last.check_loaded(record)
+    last.close()
+
+
 def test_a_crash_while_the_tier_recovers_is_recovered_from() -> None:
     for seed in range(12):
         disk = SimDisk()

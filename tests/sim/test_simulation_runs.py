@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.core.loads import Loads
+from kvstrata.integrations.vllm.scheduler import SchedulerSide
 from kvstrata.testing.coverage import Coverage
 from kvstrata.testing.simulation import SimulationError, simulate
 from kvstrata.testing.simulation.run import LEAST_REQUESTS, LEAST_STEPS
@@ -53,14 +53,7 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 
 
 def test_a_failure_is_shown_as_a_short_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    accept = Loads._accept
-
-    def without_pin(self: Loads, *args: object) -> object:
-        job = accept(self, *args)  # type: ignore[arg-type]
-        self._core.residency.unpin(job.slots)
-        return job
-
-    monkeypatch.setattr(Loads, "_accept", without_pin)
+    monkeypatch.setattr(SchedulerSide, "_fences", lambda self, output: [])
     with pytest.raises(SimulationError, match="seed 1, ") as caught:
         simulate(1)
     first, *trace = str(caught.value).splitlines()

@@ -506,3 +506,20 @@ def test_the_bounds_of_a_job_run_from_when_its_tier_is_told() -> None:
     assert not any(job.overdue for job in core_of(stack).ledger)
     stack.wait(1.5)
     assert all(job.overdue for job in core_of(stack).ledger)
+
+
+def test_a_queued_request_waits_within_its_bound_though_every_poll_finds_other_computed_tokens() -> None:
+    tier = sync_tier()
+    stack = stack_of(tiers=[tier], config=settings(8, promotion_share=1.0, store_reserve=0.0))
+    add_held(stack, tier, "a", 8 * TPC)
+    stack.poll("a", 0, 8 * TPC)
+    finish_loads(stack, tier)
+    add_held(stack, tier, "b", 8 * TPC)
+    for i in range(40):
+        answer = stack.poll("b", i % 2 * TPC, 8 * TPC)
+        assert stack.poll("a", 0, 8 * TPC).hit
+        if answer.hit is not None:
+            break
+        stack.wait(0.1)
+    assert answer.hit == 0
+    assert i <= 21

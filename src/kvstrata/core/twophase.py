@@ -86,6 +86,9 @@ class TwoPhaseDoor:
         if request.state is RequestState.LOADING:
             return WAIT
         if not (unchanged and request.state is RequestState.READY):
+            if request.state is RequestState.QUEUED:
+                assert request.clock is not None
+                request.clock.account(now)  # one that voids the plan is a poll like any other
             self._begin(request, computed, total)
         return self.answer(request)
 

@@ -6,7 +6,7 @@ A copier promises only what its contract says, and uses all of its freedom: a st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +45,7 @@ class SimCopier:
         self._done: list[Done] = []
         self.choices: Choices = Choices()
         self.fail_percent = 0
-        self.failures = 0
+        self.on_failure: Callable[[], None] = lambda: None
 
     def load(self, job_id: int, pieces: Sequence[Piece]) -> None:
         """See `Copier`."""
@@ -65,7 +65,7 @@ class SimCopier:
                 job.left.append(_Move(one, self._source(one, load)))
         if self.fail_percent and self.choices.chance(self.fail_percent):
             job.fails = True
-            self.failures += 1
+            self.on_failure()
             del job.left[self.choices.below(len(job.left) + 1) :]
         self._jobs[job_id] = job
 

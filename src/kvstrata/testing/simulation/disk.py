@@ -126,9 +126,10 @@ class SimDiskTier:
         """All events are told: it has exactly what it said it has."""
         if not self.told or self.tier.status or self.files.faults:
             return
-        keys = list(self.told - self._unheard())
-        found = self.tier.probe(keys)
-        gone = [key for key, answer in zip(keys, found.tolist(), strict=True) if answer != Presence.PRESENT]
+        found = self.tier.probe(list(self.told))  # first: a tier that is asked may look at what was put off
+        there = {key for key, answer in zip(self.told, found.tolist(), strict=True) if answer == Presence.PRESENT}
+        keys = self.told - self._unheard()
+        gone = keys - there
         demand(not gone, f"{self.name}: {len(gone)} keys that it took and never gave up are not there")
         usage = self.tier.usage()
         demand(usage.bytes_held + usage.bytes_reserved <= self.limit, f"{self.name}: its own account exceeds the limit")

@@ -12,6 +12,9 @@ from kvstrata.testing.choices import Choices
 
 MOST_TOKENS = 80
 """Longest prompt, in tokens."""
+PACE = (0.001, 0.004, 0.02, 0.1)
+SLOW_PACE = (0.02, 0.1, 0.5, 1.5)
+"""Jobs become overdue, breakers open and close within a run."""
 MOST_TPC = 24
 """Largest chunk, in tokens."""
 
@@ -30,6 +33,8 @@ class Setup:
     """Whether the engine finds blocks in its own memory again."""
     store: str
     keep_interval: int | None
+    pace: tuple[float, ...]
+    """Seconds that may pass in one turn."""
     longest: int
     """Most tokens of one prompt."""
 
@@ -49,7 +54,7 @@ def draw_shape(choices: Choices) -> EngineShape:
         layers = tuple(
             LayerPage(f"layer.{index}.{i}", choices.pick((16, 24, 32, 48))) for i in range(choices.pick((1, 1, 2)))
         )
-        drafter = kind.name in ("full", "sliding_window") and choices.below(8) == 7
+        drafter = kind.name in ("full", "sliding_window") and choices.below(5) == 4
         replicated = ranks > 1 and choices.below(5) == 4
         groups.append(EngineGroup(index, kind, tokens, layers, drafter, replicated, ""))
     interval = choices.pick((None, None, 8, 24))
@@ -113,5 +118,6 @@ def draw_setup(choices: Choices, *, steady: bool) -> Setup:
         caches=not steady and choices.below(3) == 2,
         store=choices.pick(("all", "prompt", "all", "prompt")),
         keep_interval=choices.pick((8, 16, None, 32)),
+        pace=(0.001, 0.004) if steady else choices.pick((PACE, PACE, PACE, SLOW_PACE)),
         longest=longest,
     )

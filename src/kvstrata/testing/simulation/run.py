@@ -47,7 +47,7 @@ LEAST_STEPS = 300
 LEAST_REQUESTS = 20
 MOST_TURNS = 3000
 FAMILIES = 3
-SHORTEN_MOST = 400
+SHORTEN_MOST = 80
 """Most runs that are spent on making a failing one shorter."""
 
 
@@ -220,6 +220,7 @@ class Simulation:
         workers = []
         for rank, copier in enumerate(self.copiers):
             copier.choices = self.choices
+            copier.on_failure = lambda: self.faults.strike("copy failed")
             copier.fail_percent = self.faults.rate // 3 if "copy failed" in self.faults.allowed else 0
             worker = WorkerSide(shape, rank, "simulation", canary=False, faults=shield)
             worker._copier, worker._trouble = copier, ""
@@ -251,7 +252,7 @@ class Simulation:
     def turn(self) -> None:
         """A little time passes, and everybody does something."""
         choices = self.choices
-        dt = choices.pick((0.001, 0.004)) if self.steady else choices.pick((0.001, 0.004, 0.02, 0.1))
+        dt = choices.pick(self.setup.pace)
         self.clock.advance(dt)
         if len(self.engine.requests) < 6 and self.made - self.finished < 9 and choices.below(2) == 0:
             self.new_request()
@@ -328,14 +329,14 @@ class Simulation:
             case "crash" | "limit change" | "keys removed":
                 return self._strike_tier(kind)
             case "reset memory":
-                return choices.below(3) == 0 and self.reset(ResetReason.MEMORY_GOING_AWAY)
+                return choices.below(2) == 0 and self.reset(ResetReason.MEMORY_GOING_AWAY)
             case "reset content":
-                return choices.below(3) == 0 and self.reset(ResetReason.CONTENT_INVALID)
+                return self.reset(ResetReason.CONTENT_INVALID)
             case "clock jump":
                 self.clock.advance(choices.pick((1.0, 2.5, 4.0, 11.0)))
                 self.clock.set_wall(1_600_000_000.0 + choices.below(1 << 28))
             case "silence":
-                if choices.below(4):
+                if choices.below(2):
                     return False
                 self.clock.advance(choices.pick((31.0, 70.0, 200.0)))
             case "abort":
@@ -349,7 +350,7 @@ class Simulation:
                     return False
                 self.engine.preempt(choices.pick(self.engine.running))
             case "restart" | "power cut":
-                if choices.below(6) or (kind == "power cut" and not self.disks):
+                if choices.below(2) or (kind == "power cut" and not self.disks):
                     return False
                 self.restart(power=kind == "power cut")
             case _:
@@ -379,6 +380,9 @@ class Simulation:
         if reason is ResetReason.CONTENT_INVALID:
             self.engine.flush()
             self.content.epoch += 1
+            if self.choices.below(2):  # what tiers are writing is late: it must not come back behind the purge
+                for tier in self.sim_tiers:
+                    tier.stalled_until = self.clock.monotonic() + self.choices.pick((0.2, 1.0))
             for disk in self.disks.values():
                 disk.safe.clear()
                 disk.told.clear()

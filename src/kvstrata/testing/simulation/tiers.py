@@ -28,17 +28,10 @@ from kvstrata.types import (
 )
 
 LOAD_FAULTS = (
-    "late",
-    "lost",
-    "partial",
-    "corrupt",
-    "failed",
-    "vanished",
-    "stall",
-    "cancelled",
-    "duplicate",
-    "scribble",
-)
+    "late", "lost", "partial", "corrupt", "failed", "vanished", "stall", "cancelled", "duplicate", "scribble",
+    "corrupt", "vanished", "scribble", "corrupt", "vanished", "scribble",
+)  # fmt: skip
+"""The last ones again: they can strike nothing but loads."""
 STORE_FAULTS = ("late", "lost", "partial", "full", "failed", "stall", "cancelled", "duplicate")
 PROBE_FAULTS = ("late", "probe error", "probe lost", "probe unknown", "stall")
 _PASSING = (FailCause.IO_ERROR, FailCause.TIMEOUT, FailCause.REFUSED)

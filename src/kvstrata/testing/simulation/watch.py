@@ -117,14 +117,7 @@ class WatchedManager(TieringOffloadingManager):
         passed = max(now - core.now, 0.0)
         if passed:
             for request in core.requests.values():
-                if request.state in (RequestState.RESOLVING, RequestState.FETCHING):
-                    wait = self.clocks[request.request_id]
-                    wait.waited += passed
-                    wait.quiet += passed
-                    if request.last_poll + self.config.silence_s <= now:
-                        self._strike("silence", request)
-                    elif passed > 0.5:
-                        self._strike("time large", request)
+                self._pass(request, passed, now)
             for name, wait in self.clocks.items():
                 record = core.requests.get(name)
                 if record is None or record.state is not RequestState.QUEUED:
@@ -137,6 +130,16 @@ class WatchedManager(TieringOffloadingManager):
         after = (core.counters.clock_expired, core.counters.silences, len(core.commands), len(core.ledger))
         if before != after:
             self._step("time")
+
+    def _pass(self, request: Request, passed: float, now: float) -> None:
+        if request.state in (RequestState.RESOLVING, RequestState.FETCHING):
+            wait = self.clocks[request.request_id]
+            wait.waited += passed
+            wait.quiet += passed
+            if passed > 0.5:
+                self._strike("time large", request)
+        if request.state in (*WAITING, RequestState.READY) and request.last_poll + self.config.silence_s <= now:
+            self._strike("silence", request)
 
     def _bounds(self) -> None:
         """Jobs are overdue exactly when they are; whoever still waits is within its clocks."""
@@ -152,6 +155,8 @@ class WatchedManager(TieringOffloadingManager):
                 if late:
                     job.overdue = True
                     self.coverage.note("jobs overdue")
+                    if job.load and known is not None:
+                        self._strike("load overdue", self._core.requests.get(known.request_id))
         self._overdue_mark()
         for name, wait in self.clocks.items():
             record = self._core.requests.get(name)
@@ -491,6 +496,10 @@ class WatchedManager(TieringOffloadingManager):
         demand(planned.issuperset(keys), f"{name}: promotes chunks that its plan does not need")
         demand(request.options.may_load, f"{name}: promotes, but must not read")
         demand(request.options.load_tiers.accepts(self._core.tiers[tier].port), f"{name}: promotes from a refused tier")
+        if any(len(other.held) for other in self._core.requests.values() if other is not request):
+            most = self.residency.capacity_bytes - self._core.store_reserve
+            held = self.residency.held_bytes
+            demand(held <= most, f"{name}: waiting requests hold {held} bytes; what is left for them is {most}")
         self._start_promotions(request, tier, slots)
 
     def _watch_enter(self, request: Request, state: RequestState) -> None:

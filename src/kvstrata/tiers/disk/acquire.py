@@ -225,6 +225,8 @@ def _space(sizes: Sizes, found: Recovered) -> Space:
         segment.wall_us = scan.header.wall_us
         segment.cursor = segment.written_end = scan.end
         segment.state = SegmentState.SEALED
+        # What a killed process wrote behind its last checkpoint may be in nothing but the system's memory.
+        segment.dirty = bool(scan.batches)
         space.segments[scan.number] = segment
         space.next_seq = max(space.next_seq, scan.header.seq + 1)
     _find_open(space, {scan.number for scan in found.scans if not scan.ended and scan.size == sizes.segment_bytes})

@@ -1,0 +1,44 @@
+"""Which events may strike a request in which states in the simulation: the table that a soak has to fill.
+
+An engine does less than the stateful world (`testing/world_legal.py`): it stores for running requests only, and asks
+about a loading one not at all.
+"""
+
+from __future__ import annotations
+
+from kvstrata.testing.coverage import FETCHING, GONE, LOADING, NEW, QUEUED, READY, RESOLVING, RUNNING
+
+WAITING = (RESOLVING, QUEUED, FETCHING)
+ASKED = (*WAITING, READY)
+LIVE = (NEW, *ASKED, LOADING, RUNNING)
+LATER = (*ASKED, LOADING, RUNNING, GONE)
+"""Where a request may be when something that was begun for it is reported."""
+
+LEGAL: dict[str, tuple[str, ...]] = {
+    "poll": (NEW, *ASKED, RUNNING),
+    "poll C grown": (NEW, *ASKED, RUNNING),
+    "poll C shrunk": (*ASKED, RUNNING),
+    "poll n grown": (RUNNING,),
+    "extend": (RUNNING,),
+    "take all": (READY,),
+    "take part": (READY,),
+    "take none": (READY,),
+    "load ok": (LOADING, GONE),
+    "load failed": (LOADING, GONE),
+    "store begun": (RUNNING,),
+    "store ok": LATER,
+    "store failed": LATER,
+    "finish": LIVE,
+    "probe answered": LATER,
+    "probe error": LATER,
+    "landed": LATER,
+    "failed": LATER,
+    "load ended": LATER,
+    "load overdue": (*ASKED, GONE),
+    "tier lost keys": LIVE,
+    "breaker opened": LIVE,
+    "reset memory_going_away": LIVE,
+    "reset content_invalid": LIVE,
+    "silence": ASKED,
+    "time large": (RESOLVING, FETCHING),
+}

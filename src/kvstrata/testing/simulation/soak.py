@@ -1,0 +1,118 @@
+"""Many seeds: what they reached, and which failed.
+
+python -m kvstrata.testing.simulation 1000 --from 0 --jobs 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+
+from kvstrata.testing.coverage import Coverage
+from kvstrata.testing.simulation.faults import KINDS
+from kvstrata.testing.simulation.legal import LEGAL
+from kvstrata.testing.simulation.run import Outcome, SimulationError, simulate
+
+BLOCK = 20
+"""Seeds that one process runs before it reports."""
+MOST_SHOWN = 1
+"""Failing seeds whose trace is shown."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """What a number of seeds amounted to."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
+    struck: Counter[str] = field(default_factory=Counter)
+    cpu_s: float = 0.0
+
+    def add(self, other: Sums) -> None:
+        """Take over what another process has run."""
+        self.outcomes += other.outcomes
+        self.failures += other.failures
+        self.coverage.add(other.coverage)
+        self.struck.update(other.struck)
+        self.cpu_s += other.cpu_s
+
+    def closing_line(self, first: int) -> str:
+        """One line: seeds, violations, medians of the seeds with a promotion, speed, faults, pairs."""
+        counted = [outcome for outcome in self.outcomes if outcome.promoted]
+        seeds = len(self.outcomes) + len(self.failures)
+        parts = [f"soak: {seeds} seeds from {first}, {len(self.failures)} violations"]
+        if counted:
+            names = ("steps", "requests", "promoted", "consumed")
+            middle = ", ".join(f"{median(getattr(each, name) for each in counted):g} {name}" for name in names)
+            parts.append(f"median of the {len(counted)} seeds with a promotion: {middle}")
+        steps = sum(outcome.steps for outcome in self.outcomes)
+        parts.append(f"{steps} steps, {steps / max(self.cpu_s, 1e-9):.0f} per second and core")
+        least = min(KINDS, key=lambda kind: self.struck[kind])
+        parts.append(
+            f"{sum(self.struck[kind] > 0 for kind in KINDS)} of {len(KINDS)} kinds of fault, "
+            f"least often {least}: {self.struck[least]}"
+        )
+        parts.append(self.coverage.summary(LEGAL))
+        return "; ".join(parts)
+
+
+def run_seeds(seeds: Iterable[int]) -> Sums:
+    """Run these seeds in this process."""
+    sums = Sums()
+    begun = os.times()
+    for seed in seeds:
+        try:
+            sums.outcomes.append(simulate(seed, sums.coverage, struck=sums.struck, shorten=False))
+        except Exception as error:
+            sums.failures.append((seed, f"{type(error).__name__}: {error}"))
+    ended = os.times()
+    sums.cpu_s = ended.user + ended.system - begun.user - begun.system
+    return sums
+
+
+def soak(first: int, count: int, jobs: int = 1, minutes: float = 0.0) -> Sums:
+    """Run `count` seeds from `first` on, in so many processes; no more are begun after `minutes`, if that is not 0."""
+    blocks = [range(at, min(at + BLOCK, first + count)) for at in range(first, first + count, BLOCK)]
+    sums, end = Sums(), os.times().elapsed + 60 * minutes
+    with multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else nullcontext() as pool:
+        while blocks and not (minutes and os.times().elapsed > end):
+            batch, blocks = blocks[: 4 * jobs], blocks[4 * jobs :]
+            for part in pool.imap_unordered(run_seeds, batch) if pool is not None else map(run_seeds, batch):
+                for seed, text in part.failures:
+                    print(f"seed {seed}: {text}", flush=True)
+                sums.add(part)
+    return sums
+
+
+def show(seed: int) -> None:
+    """Print the shortest trace that is found for a failing seed."""
+    try:
+        simulate(seed)
+    except SimulationError as error:
+        print(error)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; 1 if any seed failed."""
+    parser = argparse.ArgumentParser(prog="python -m kvstrata.testing.simulation", description=__doc__)
+    parser.add_argument("seeds", type=int, help="how many")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="the first one")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no more seeds after this")
+    parser.add_argument("--table", action="store_true", help="print what struck how often")
+    chosen = parser.parse_args(arguments)
+    sums = soak(chosen.first, chosen.seeds, chosen.jobs, chosen.minutes)
+    for seed, _ in sorted(sums.failures)[:MOST_SHOWN]:
+        show(seed)
+    if chosen.table:
+        print(sums.coverage.table(LEGAL))
+        print("\n".join(f"{sums.struck[kind]:>10} {kind}" for kind in KINDS))
+    print(sums.closing_line(chosen.first))
+    return 1 if sums.failures else 0
