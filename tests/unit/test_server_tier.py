@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import obstore
 import pytest
 from obstore.store import MemoryStore
 
 from kvstrata.errors import ConfigError
 from kvstrata.testing.faulty_store import FaultyClient
-from kvstrata.testing.tier_harness import TierHarness, chunk_keys
+from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE, TierHarness, chunk_keys, payload_of
 from kvstrata.tiers.common.claims import Claim, list_claims
 from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.object import ObjectTier
@@ -236,3 +238,21 @@ def test_loads_overtake_stores_that_wait() -> None:
     assert ends.index(load) < ends.index(store)
     assert not any(isinstance(event, ProbeDone) and event.error for event in rig.events)
     rig.close()
+
+
+def test_what_lies_in_the_store_is_what_the_format_says() -> None:
+    rig = Rig(limit=5000, shared_limit=9000)
+    rig.open()
+    key = chunk_keys(1)[0]
+    rig.store([key])
+    found = {meta["path"] for page in obstore.list(rig.store_in_memory) for meta in page}
+    scope = NAMESPACE.hex() + f"{LAYOUT_TAG:016x}"
+    assert found == {f"parts/a/{scope}/{key.hex()}", "claims/a", "claims/a.owner"}
+    claim = json.loads(bytes(obstore.get(rig.store_in_memory, "claims/a").bytes()))
+    owner = json.loads(bytes(obstore.get(rig.store_in_memory, "claims/a.owner").bytes()))
+    assert claim == {"quota": 5000, "total": 9000}
+    assert set(owner) == {"host", "boot", "pid", "started", "token"}
+    record = bytes(obstore.get(rig.store_in_memory, f"parts/a/{scope}/{key.hex()}").bytes())
+    assert record[HEADER_BYTES:] == payload_of(key, CHUNK)
+    rig.close()
+    assert "claims/a.owner" not in {meta["path"] for page in obstore.list(rig.store_in_memory) for meta in page}
