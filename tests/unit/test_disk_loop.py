@@ -173,6 +173,17 @@ def test_calls_at_the_disk_and_stores_made_ready_are_bounded() -> None:
     assert len(rig.answers) == 8
 
 
+def test_of_small_loads_twice_as_many_are_at_the_disk() -> None:
+    rig = Rig(width=3)
+    rig.store(0)
+    for number in range(10):
+        rig.loop.push(rig.read(number, size=32_768))
+    rig.turn()
+    assert len(rig.queue.at_disk) == 6
+    rig.finish()
+    assert {done.task_id for done in rig.answers} == set(range(10))
+
+
 def test_a_call_that_comes_back_short_goes_on_where_it_ended() -> None:
     rig = Rig()
     rig.loop.push(rig.write(0))

@@ -34,6 +34,8 @@ from kvstrata.types import FailCause, JobEnded, KeysDone, OffloadKey, TierJob, m
 
 _UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _THREADS = (2, 8, 16)
+_THREADS_RANDOM = (*_THREADS, 32)
+"""The tier has up to 32 small loads at the disk."""
 _JOB_CHUNKS = 64
 _RANDOM_CALLS = 4000
 
@@ -90,7 +92,9 @@ class Raw:
         known = self._best.get((op, io, random))
         if known is not None:
             return self._run(op, io, known, random, fresh)
-        found = {threads: self._run(op, io, threads, random, fresh) for threads in _THREADS}
+        found = {
+            threads: self._run(op, io, threads, random, fresh) for threads in (_THREADS_RANDOM if random else _THREADS)
+        }
         best = max(found, key=lambda threads: found[threads].gbps)
         if not fresh:
             self._best[op, io, random] = best

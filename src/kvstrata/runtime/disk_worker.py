@@ -135,7 +135,9 @@ def serve(spec: WorkerSpec) -> None:
     """Run tasks until there will be no more."""
     files = SystemFiles()
     region = map_shared(spec.region, spec.region_bytes)
-    queue = files.call_queue(_SPARE_CALLS + spec.width + spec.write_depth) if spec.direct and spec.call_queue else None
+    queue = (
+        files.call_queue(_SPARE_CALLS + 2 * spec.width + spec.write_depth) if spec.direct and spec.call_queue else None
+    )
     workshop = Workshop(files, spec.directory, region, direct=spec.direct, alone=queue is not None)
     if queue is None:
         _serve_by_threads(spec, workshop)

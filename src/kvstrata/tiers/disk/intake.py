@@ -16,7 +16,7 @@ from kvstrata.tiers.disk.format import KEY_WORDS
 from kvstrata.tiers.disk.jobs import Job
 from kvstrata.tiers.disk.reads import Reads
 from kvstrata.tiers.disk.writes import Writes
-from kvstrata.types import KEY_BYTES, FailCause, TierJob
+from kvstrata.types import I64, KEY_BYTES, FailCause, TierJob
 
 _MOST_KEYS = 1024
 
@@ -65,13 +65,23 @@ class Intake:
         words = np.frombuffer(b"".join([packed for _, _, packed in accepted]), "<u4").reshape(-1, KEY_WORDS)
         rows = index.find(words)
         changes = index.changes
+        singles = self._singles(rows) if any(load and state.left == 1 for state, load, _ in accepted) else None
         at = 0
         for state, load, packed in accepted:
             end = at + state.left
             if index.changes != changes:  # a job before this one dropped a version
                 rows[at:end] = index.find(words[at:end])
-            if load:
-                self._reads.submit(state, rows[at:end])
-            else:
+                singles = None
+            if not load:
                 self._writes.submit(state, packed, rows[at:end])
+            elif not (singles is not None and end == at + 1 and self._reads.submit_one(state, *singles[at])):
+                self._reads.submit(state, rows[at:end])
             at = end
+
+    def _singles(self, rows: I64) -> list[tuple[int, int, int, int, bytes]]:
+        """Row, segment, place, length (-1: not held) and digest of each: for jobs of one key, by one call for all."""
+        index = self._desk.index
+        lengths = np.where(rows >= 0, index.length.take(rows), -1).tolist()
+        digests = index.digest.take(rows, axis=0).view("V16").ravel().tolist()
+        segments, places = index.segment.take(rows).tolist(), index.offset.take(rows).tolist()
+        return list(zip(rows.tolist(), segments, places, lengths, digests, strict=True))

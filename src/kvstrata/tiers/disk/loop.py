@@ -24,6 +24,8 @@ from kvstrata.types import FailCause
 _PIECE_BYTES = UNIT_BYTES + BLOCK
 _SMALL_BYTES = 1 << 18
 """Most bytes of one store call while loads are about."""
+_FEW_BYTES = 1 << 16
+"""Of loads up to this size twice as many may be at the disk: their calls end in bursts."""
 _GROW_BYTES = 1 << 20
 _WORK_BYTES = 1 << 19
 """So many bytes are checked between two looks at what has ended and what has come."""
@@ -59,7 +61,8 @@ class IoLoop:
     """Runs tasks over a queue of calls. `report` is given each answer and whether it is that of a load; `aside` has
     tasks that wait for the device run elsewhere.
 
-    At most `width` loads and `write_depth` stores are at the disk at once. One thread calls everything.
+    At most `width` loads (small ones: twice as many) and `write_depth` stores are at the disk at once. One thread calls
+    everything.
     """
 
     def __init__(
@@ -196,8 +199,10 @@ class IoLoop:
 
     def _submit(self, lane: _Lane, depth: int, piece: int) -> bool:
         moved = False
-        while lane.open and lane.out < depth:
+        while lane.open:
             flight = lane.open[0]
+            if lane.out >= (2 * depth if flight.call.size <= _FEW_BYTES and lane is self._reads else depth):
+                return moved
             size = min(piece, flight.call.size - flight.begun)
             self._push(flight, flight.begun, size)
             flight.begun += size

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstrata.tiers.disk.desk import Desk
+from kvstrata.tiers.disk.format import BLOCK, SECTOR
 from kvstrata.tiers.disk.index import words_of
 from kvstrata.tiers.disk.jobs import Job, ReadOp
 from kvstrata.tiers.disk.planning import even_size, even_units, in_a_row, plan_units
@@ -43,6 +44,22 @@ class Reads:
         picks = np.flatnonzero(found)
         if len(picks):
             self._read(state, picks, rows[picks], lengths[picks])
+
+    def submit_one(self, state: Job, row: int, home: int, place: int, length: int, digest: bytes) -> bool:
+        """The same for a job of one key that is held with this length; False if the job wants another."""
+        desk, job = self._desk, state.job
+        memory = job.offsets[0]
+        if job.lengths[0] != length:
+            return False
+        desk.index.stamp[row] = desk.next_tick()
+        segment = desk.space.segments[home]
+        straight = length >= BLOCK and not (length | (memory + desk.address)) % SECTOR
+        segment.readers += 1
+        places = [place]
+        task_id = desk.new_task(ReadOp(state, [0], segment, places))
+        state.tasks.add(task_id)
+        desk.workers.push(ReadUnit(task_id, home, places, [length], [memory], digest, desk.settings.verify, straight))
+        return True
 
     def _read_even(self, state: Job, rows: I64) -> bool:
         """The same as `_read` for a job whose keys, all held, have straight slots of one size and lie in its order.
