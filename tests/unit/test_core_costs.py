@@ -21,6 +21,7 @@ from kvstrata.bench.workloads import Workload
 from kvstrata.core.grants import Grants
 from kvstrata.core.index import KeyIndex
 from kvstrata.core.manager import TieringOffloadingManager
+from kvstrata.core.messages import Answer
 from kvstrata.core.residency import Residency
 
 BATCH = 64
@@ -98,14 +99,14 @@ def test_a_waiting_step_looks_up_no_key(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_poll_that_scans_its_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard can fail: a poll that looks at every key of its request, as peers do."""
-    plain = TieringOffloadingManager.waits
+    plain = TieringOffloadingManager.standing
 
-    def scans(self: TieringOffloadingManager, request_id: str, computed: int, total: int) -> bool:
+    def scans(self: TieringOffloadingManager, request_id: str, computed: int, total: int) -> Answer | None:
         for key in self._core.requests.require(request_id).keys[0]:
             self.residency.slot_of(key)
         return plain(self, request_id, computed, total)
 
-    monkeypatch.setattr(TieringOffloadingManager, "waits", scans)
+    monkeypatch.setattr(TieringOffloadingManager, "standing", scans)
     assert step_calls(waiting(10, 1024)) != step_calls(waiting(10, 16_384))
 
 

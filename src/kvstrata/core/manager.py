@@ -83,8 +83,8 @@ class Statistics:
 
 _DEFAULT_OPTIONS = RequestOptions()
 
-_UNTIMED_WAITS = WAITING - {RequestState.QUEUED}
-"""Waits whose clocks run by themselves: a poll counts nothing."""
+_STANDING = (WAITING | {RequestState.READY}) - {RequestState.QUEUED}
+"""States in which a poll counts nothing: clocks run by themselves, or stand still."""
 
 
 class TieringOffloadingManager:
@@ -201,25 +201,33 @@ class TieringOffloadingManager:
         Three comparisons. It changes nothing but the time of last contact, so it may be called from the engine's
         thread while another thread is inside the core: what that thread decides is seen by the next call.
         """
+        return self.standing(request_id, computed, total) is WAIT
+
+    def standing(self, request_id: str, computed: int, total: int) -> Answer | None:
+        """The answer that a poll would repeat, because nothing has changed; None if a poll has something to do.
+
+        What is said of `waits` holds here too.
+        """
         request = self._core.requests.get(request_id)
         if (
             request is None
-            or request.state not in _UNTIMED_WAITS
+            or request.state not in _STANDING
             or computed != request.computed
             or total != request.total
             or request.door is not Door.TWO_PHASE
         ):
-            return False
+            return None
         request.last_poll = self._core.now
-        return True
+        return self._two_phase.answer(request)
 
     def poll(self, request_id: str, computed: int, total: int) -> Answer:
         """The two-phase door: external tokens at hand when the engine has `computed` of `total`, or "wait".
 
         Every hit that is not None is to be answered with `take`, also 0.
         """
-        if self.waits(request_id, computed, total):
-            return WAIT
+        standing = self.standing(request_id, computed, total)
+        if standing is not None:
+            return standing
         core = self._core
         request = core.requests.require(request_id)
         answer = self._two_phase.poll(request, computed, total)

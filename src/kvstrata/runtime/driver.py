@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from kvstrata.core.messages import (
-    WAIT,
     Answer,
     CancelJob,
     Command,
@@ -68,6 +67,10 @@ class Drivable(Protocol):
 
     def waits(self, request_id: str, computed: int, total: int) -> bool:
         """Whether a poll would only be answered "wait"; may be called without the lock."""
+        ...
+
+    def standing(self, request_id: str, computed: int, total: int) -> Answer | None:
+        """The answer that a poll would repeat, if there is one; may be called without the lock."""
         ...
 
     def poll(self, request_id: str, computed: int, total: int) -> Answer:
@@ -162,12 +165,13 @@ class Driver(Generic[M]):
         return self._manager.waits(request_id, computed, total)
 
     def poll(self, request_id: str, computed: int, total: int) -> Answer:
-        """One request's poll: a step of its own, unless it only waits, which takes no lock and asks no tier.
+        """One request's poll: a step of its own, unless its last answer stands, which takes no lock and asks no tier.
 
         What arrives while all requests wait is applied by `end_step`, or by the driver's thread.
         """
-        if self._manager.waits(request_id, computed, total):
-            return WAIT
+        standing = self._manager.standing(request_id, computed, total)
+        if standing is not None:
+            return standing
         with self.step() as manager:
             return manager.poll(request_id, computed, total)
 
