@@ -24,6 +24,9 @@ from kvstrata.types import (
     Wake,
 )
 
+LATE_PROBE_S = 0.001
+"""What a probe that is answered late says it costs: every tier of this package that answers late names a round trip."""
+
 
 class IndexTier:
     """Knows which keys it has and pretends to move them.
@@ -38,7 +41,8 @@ class IndexTier:
 
     def __init__(self, name: str, *, sync_probe: bool = True, executor: Executor | None = None) -> None:
         self.name = name
-        self.capabilities = Capabilities(sync_probe=sync_probe, max_batch=1 << 20)
+        cost_s = 0.0 if sync_probe else LATE_PROBE_S
+        self.capabilities = Capabilities(sync_probe=sync_probe, probe_cost_s=cost_s, max_batch=1 << 20)
         self.index: set[OffloadKey] = set()
         self.held = False
         """Jobs are not ended, as by a tier that is slow."""
