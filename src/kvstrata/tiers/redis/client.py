@@ -29,7 +29,7 @@ Connection: TypeAlias = Any
 """A `redis.Redis` or a `redis.RedisCluster`; their types differ, their commands do not."""
 
 PAGE = 1000
-READ_BYTES = 2 << 20
+READ_BYTES = 1 << 20
 """About so much is asked for at once."""
 OVERHEAD_BYTES = 256
 """What a record takes besides its bytes: names in the key space and in the sorted set, and their tables."""

@@ -16,6 +16,8 @@ from kvstrata.types import Capabilities, Locality, Medium
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 READ_SIZE = 256 << 10
 """Bytes of one read from a socket."""
+WIDTH = 2
+"""Batches at once. The client is bound by the interpreter's lock: more threads only wait for each other."""
 TASK_BYTES = 16 << 20
 """Most payload of one pipeline: all of its answers are in memory at once."""
 
@@ -64,6 +66,7 @@ class RedisTier(ServerTier):
             timeout_s=timeout_s,
             retry_s=retry_s,
             task_bytes=TASK_BYTES,
+            width=WIDTH,
         )
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
             raise ConfigError(f"tier {name}: prefix: {prefix!r} must be 1 to 64 letters, digits or any of _ . : -")
