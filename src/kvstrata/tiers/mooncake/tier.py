@@ -13,8 +13,8 @@ from kvstrata.tiers.server.tier import ServerSettings, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
-TASK_BYTES = 8 << 20
-"""Most payload of one call: a job is cut so that its parts are moved and verified side by side."""
+TASK_BYTES = 64 << 20
+"""Most payload of one call. Over TCP few large calls move more than many small ones, which share the processors."""
 
 
 class MooncakeTier(ServerTier):
@@ -80,6 +80,7 @@ class MooncakeTier(ServerTier):
             retry_s=retry_s,
             task_keys=RECORDS,
             task_bytes=TASK_BYTES,
+            width=2,
         )
         super().__init__(self._mooncake, settings)
 
