@@ -83,6 +83,7 @@ class Statistics:
 
 _DEFAULT_OPTIONS = RequestOptions()
 
+_READY, _TWO_PHASE = RequestState.READY, Door.TWO_PHASE
 _STANDING = (WAITING | {RequestState.READY}) - {RequestState.QUEUED}
 """States in which a poll counts nothing: clocks run by themselves, or stand still."""
 
@@ -208,17 +209,18 @@ class TieringOffloadingManager:
 
         What is said of `waits` holds here too.
         """
-        request = self._core.requests.get(request_id)
+        core = self._core
+        request = core.requests.get(request_id)
         if (
             request is None
             or request.state not in _STANDING
             or computed != request.computed
             or total != request.total
-            or request.door is not Door.TWO_PHASE
+            or request.door is not _TWO_PHASE
         ):
             return None
-        request.last_poll = self._core.now
-        return self._two_phase.answer(request)
+        request.last_poll = core.now
+        return WAIT if request.state is not _READY else Answer(request.hit, request.cause)
 
     def poll(self, request_id: str, computed: int, total: int) -> Answer:
         """The two-phase door: external tokens at hand when the engine has `computed` of `total`, or "wait".

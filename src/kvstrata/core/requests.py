@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -197,10 +198,12 @@ class Request:
 class RequestTable:
     """All records by id, at most `most`; the longest silent one is to go first."""
 
-    __slots__ = ("_by_id", "_most", "_orders", "_silent", "population")
+    __slots__ = ("_by_id", "_most", "_orders", "_silent", "get", "population")
 
     def __init__(self, most: int) -> None:
         self._by_id: dict[str, Request] = {}
+        self.get: Callable[[str], Request | None] = self._by_id.get
+        """The record of an id, or None. The dictionary's own method: every poll of a waiting request calls it."""
         self.population: dict[RequestState, int] = dict.fromkeys(RequestState, 0)
         """How many records are in each state."""
         self._most = most
@@ -210,10 +213,6 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self._by_id)
-
-    def get(self, request_id: str) -> Request | None:
-        """The record, or None."""
-        return self._by_id.get(request_id)
 
     def require(self, request_id: str) -> Request:
         """The record; a missing one is the caller's error."""
