@@ -18,6 +18,7 @@ from kvstrata.layout.kept import kept_boundaries, stored_chunks
 from kvstrata.layout.planner import Decision, resolve
 from kvstrata.testing.layouts import random_layout, random_presence
 from kvstrata.testing.oracle import completions, fits, next_chunk, oracle
+from kvstrata.testing.simulation.goldens import golden_scenes
 from kvstrata.testing.tier_harness import chunk_keys
 from kvstrata.testing.world_checks import demand
 from kvstrata.tiers.disk import format as fmt
@@ -38,6 +39,8 @@ def twin_seed(seed: int) -> None:
     verdict_case(rng)
     index_case(rng)
     format_case(rng)
+    if seed % 10 == 0:
+        golden_scenes()
 
 
 # -- planner

@@ -1,0 +1,69 @@
+"""Short scenes with one right outcome, for what random runs reach too seldom."""
+
+from __future__ import annotations
+
+from kvstrata.core.settings import CoreConfig
+from kvstrata.layout.groups import Group, Layout
+from kvstrata.layout.kinds import FullAttention
+from kvstrata.testing.scripted import ScriptedTier
+from kvstrata.testing.stack import CoreStack
+from kvstrata.testing.world_checks import demand
+from kvstrata.types import ResetReason
+
+SIZE = 64
+LAYOUT = Layout((Group(FullAttention(), 4, chunk_bytes=SIZE),))
+
+
+def golden_scenes() -> None:
+    """All of them."""
+    purge_waits()
+    one_trial_beside_an_overdue_load()
+    reserve_is_kept()
+
+
+def purge_waits() -> None:
+    """What an older generation was still writing when its content became invalid is purged, too."""
+    tier = ScriptedTier()
+    stack = CoreStack(LAYOUT, [tier], chunks=8)
+    stack.add("a", 16)
+    stack.store("a")
+    demand(len(tier.stores) == 1, "a store does not cascade")
+    stack.core.reset_cache(ResetReason.CONTENT_INVALID)
+    stack.pump()
+    asked = tier.keys_touched["probe"]
+    stack.add("b", 16)
+    stack.poll("b", 0, 16)
+    demand(tier.keys_touched["probe"] == asked, "a tier that may still write invalid content is asked")
+    job = tier.stores[0] if tier.stores else None
+    if job is not None:
+        job.finish()
+    stack.pump()
+    demand(not tier.held, "a tier has chunks of invalid content after its last job of then has ended")
+
+
+def one_trial_beside_an_overdue_load() -> None:
+    """A tier that holds an overdue load gets one chunk at a time, whatever its breaker says."""
+    tier = ScriptedTier()
+    config = CoreConfig(capacity_bytes=64 * SIZE, promotion_share=1.0, store_reserve=0.0, inflight_share=1.0)
+    stack = CoreStack(LAYOUT, [tier], config=config)
+    tier.put(stack.add("a", 4)[0], length=SIZE)
+    stack.poll("a", 0, 4)
+    tier.loads[0].lose()
+    stack.wait(80.0, 1.0)  # overdue, and the breaker has had its time
+    tier.put(stack.add("b", 32)[0], length=SIZE)
+    stack.poll("b", 0, 32)
+    demand(bool(tier.loads), "a tier whose breaker has had its time is not tried")
+    for job in tier.loads:
+        demand(len(job.job.keys) == 1, "a tier with an overdue load gets more than one chunk")
+
+
+def reserve_is_kept() -> None:
+    """What is reserved for stores is not held by waiting requests."""
+    tier = ScriptedTier().auto()
+    config = CoreConfig(capacity_bytes=10 * SIZE, promotion_share=1.0, store_reserve=0.3, inflight_share=1.0)
+    stack = CoreStack(LAYOUT, [tier], config=config)
+    for name, tokens in (("a", 20), ("b", 16)):
+        tier.put(stack.add(name, tokens)[0], length=SIZE)
+        stack.poll(name, 0, tokens)
+    held = stack.core.residency.held_bytes
+    demand(held == 5 * SIZE, f"waiting requests hold {held} bytes, the reserve leaves {7 * SIZE}")
