@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from kvstrata.core.settings import CoreConfig
+from kvstrata.integrations.vllm.metadata import CopyJob, GroupCopy, StepWork
+from kvstrata.integrations.vllm.shapes import EngineGroup, EngineShape, LayerPage
+from kvstrata.integrations.vllm.worker import WorkerSide
 from kvstrata.layout.groups import Group, Layout
 from kvstrata.layout.kinds import FullAttention
 from kvstrata.testing.scripted import ScriptedTier
 from kvstrata.testing.stack import CoreStack
 from kvstrata.testing.world_checks import demand
+from kvstrata.transfer.pieces import Done, Piece
 from kvstrata.types import ResetReason
 
 SIZE = 64
@@ -19,6 +25,7 @@ def golden_scenes() -> None:
     purge_waits()
     one_trial_beside_an_overdue_load()
     reserve_is_kept()
+    given_back_blocks_are_copied_first()
 
 
 def purge_waits() -> None:
@@ -67,3 +74,37 @@ def reserve_is_kept() -> None:
         stack.poll(name, 0, tokens)
     held = stack.core.residency.held_bytes
     demand(held == 5 * SIZE, f"waiting requests hold {held} bytes, the reserve leaves {7 * SIZE}")
+
+
+class _NotingCopier:
+    """A copier that only notes what it is asked to wait for."""
+
+    def __init__(self) -> None:
+        self.waited: set[int] = set()
+
+    def load(self, job_id: int, pieces: Sequence[Piece]) -> None:
+        """Nothing moves."""
+
+    def store(self, job_id: int, pieces: Sequence[Piece]) -> None:
+        """Nothing moves."""
+
+    def finished(self) -> list[Done]:
+        """Nothing ends."""
+        return []
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Note them."""
+        self.waited.update(job_ids)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def given_back_blocks_are_copied_first() -> None:
+    """A store from blocks without an owner is ordered before anything that the step writes."""
+    group = EngineGroup(0, FullAttention(), 4, (LayerPage("layer", 16),), False, False, "")
+    worker = WorkerSide(EngineShape((group,), 1, 1, 1, None), 0, "golden", canary=False)
+    copier = _NotingCopier()
+    worker._copier, worker._trouble = copier, ""
+    worker.before_forward(StepWork(early=[CopyJob(7, "r", [GroupCopy(0, [1], [0], [0])])], fences=[3]))
+    demand(copier.waited == {3, 7}, f"before a step it waits for {sorted(copier.waited)}, not for 3 and 7")
