@@ -320,11 +320,23 @@ def test_rows_of_a_checkpoint_that_lie_beyond_their_segment_are_not_believed(dat
     assert not rig.executor.raised
 
 
+def test_a_checkpoint_that_starts_a_scan_beyond_its_segment_costs_nothing() -> None:
+    found = parse_checkpoint(memoryview(FILES["checkpoint.kvs"]))
+    assert isinstance(found, Checkpoint)
+    kept = tier_on(disk_of({})).open()
+    for value in EXTREMES[-5:]:
+        segments = found.segments.copy()
+        segments["scan_from"] = value
+        spoilt = b"".join(pack_checkpoint(Checkpoint(found.wall_us, found.realms, segments, found.records)))
+        rig = tier_on(disk_of({"checkpoint.kvs": spoilt})).open()
+        assert rig.present(chunk_keys(40)) == kept.present(chunk_keys(40))
+        rig.close()
+        assert not rig.executor.raised
+    kept.close()
+
+
 def damaged_checkpoint(draw: st.DataObject) -> SimDisk:
     """The directory with a checkpoint whose checksums are right and whose numbers are not."""
-    disk = SimDisk()
-    files = SimFiles(disk)
-    directory = files.open_directory(PATH, create=True)
     found = parse_checkpoint(memoryview(FILES["checkpoint.kvs"]))
     assert isinstance(found, Checkpoint)
     segments, records = found.segments.copy(), found.records.copy()
@@ -334,7 +346,15 @@ def damaged_checkpoint(draw: st.DataObject) -> SimDisk:
         most = (1 << 8 * table.dtype[name].itemsize) - 1
         table[name][draw.draw(st.integers(0, len(table) - 1))] = draw.draw(st.sampled_from(EXTREMES)) & most
     spoilt = b"".join(pack_checkpoint(Checkpoint(found.wall_us, found.realms, segments, records)))
-    for name, content in {**FILES, "checkpoint.kvs": spoilt}.items():
+    return disk_of({"checkpoint.kvs": spoilt})
+
+
+def disk_of(instead: dict[str, bytes]) -> SimDisk:
+    """A device with the directory, some of its files replaced."""
+    disk = SimDisk()
+    files = SimFiles(disk)
+    directory = files.open_directory(PATH, create=True)
+    for name, content in {**FILES, **instead}.items():
         handle = files.open(directory, name, write=True, create=True)
         files.pwritev(handle, [memoryview(content)], 0)
         files.close(handle)

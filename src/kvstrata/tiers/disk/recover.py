@@ -360,7 +360,8 @@ def _scan_starts(handles: dict[int, tuple[int, SegmentHeader, int]], checkpoint:
         for row in checkpoint.segments:
             number = int(row["number"])
             if number in handles and handles[number][1].segment_id == row["id"].tobytes():
-                starts[number] = align_up(max(int(row["scan_from"]), BLOCK), BLOCK)
+                at = align_up(max(int(row["scan_from"]), BLOCK), BLOCK)
+                starts[number] = at if at <= handles[number][2] else BLOCK  # beyond the file: damage, look at all of it
     return starts
 
 
