@@ -407,6 +407,9 @@ class Simulation:
             if power:
                 tier.crash(silent=True)
             tier.forget_process()
+            if renamed:  # of another namespace: foreign to the new process
+                tier.held.clear()
+                tier.durable.clear()
         self._start_process()
         for tokens, output in again:
             self.names += 1

@@ -470,7 +470,8 @@ class WatchedManager(TieringOffloadingManager):
                 self._strike("landed", owner)
             if event.failed:
                 self._strike("failed", owner)
-            for i in fresh:
+            # What was asked for before the content became invalid publishes nothing, whatever it brings.
+            for i in fresh if job.epoch == self.content.epoch else ():
                 self.demand_right(f"promotion {event.job_id}", job.keys[i], job.offsets[i], job.lengths[i], job.epoch)
 
     def _ended(self, tier: int, event: JobEnded) -> None:
