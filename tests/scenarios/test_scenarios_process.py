@@ -153,11 +153,16 @@ class Service:
         return chunk_keys(PER_SESSION, start=session * PER_SESSION)
 
     def store(self, name: str, session: int) -> None:
-        """Write the session's chunks into the slots that it is given."""
+        """Write the session's chunks into the slots that it is given, once the disk has let go of some."""
         keys = self.keys(session)
         with self.driver.step() as manager:
             manager.add_request(name, [keys])
-            plan = manager.prepare_store(name, [(0, i) for i in range(PER_SESSION)])
+        while True:
+            with self.driver.step() as manager:
+                plan = manager.prepare_store(name, [(0, i) for i in range(PER_SESSION)])
+                if plan is not None or manager.idle:
+                    break
+            self.signal.wait(0.0005)
         if plan is not None:
             for key, offset in zip(plan.keys, plan.offsets.tolist(), strict=True):
                 self.view[offset : offset + CHUNK] = np.frombuffer(payload_of(key, CHUNK), np.uint8)
