@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import obstore
 import pytest
@@ -14,8 +15,9 @@ from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE, TierHarness, ch
 from kvstrata.tiers.common.claims import Claim, list_claims
 from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.object import ObjectTier
+from kvstrata.tiers.server.client import ReadItem, WriteItem
 from kvstrata.tiers.server.core import State
-from kvstrata.types import FailCause, JobEnded, ProbeDone
+from kvstrata.types import FailCause, JobEnded, OffloadKey, ProbeDone
 
 CHUNK = 1000
 SIZE = CHUNK + HEADER_BYTES
@@ -176,6 +178,51 @@ def test_a_quota_that_does_not_fit_ends_the_start_with_the_numbers() -> None:
         second.tier.open(second.context())
     assert list_claims(first.client.claims) == [Claim("a", 600, 1000)]
     first.close()
+
+
+class Forgetful(FaultyClient):
+    """A client that sees a record by its header, as Redis does: a bad one is there until it is discarded."""
+
+    discarded: frozenset[bytes] = frozenset()
+
+    def exists(self, keys: Sequence[OffloadKey], *, own: bool) -> list[bool | FailCause]:
+        return [key not in self.discarded for key in keys]
+
+    def discard(self, items: Sequence[ReadItem]) -> list[bool]:
+        self.discarded |= {item.key for item in items}
+        return super().discard(items)
+
+    def write(self, items: Sequence[WriteItem]) -> None:
+        super().write(items)
+        self.discarded -= {item.key for item in items}
+
+
+@pytest.mark.parametrize("part", ["a", "b"])
+def test_what_was_read_as_bad_is_not_said_to_be_there_while_its_end_is_under_way(part: str) -> None:
+    """`part`: the reader's own, or another engine's."""
+    first = Rig()
+    first.open()
+    keys = chunk_keys(3)
+    first.store(keys)
+    first.close()
+    path = f"parts/a/{NAMESPACE.hex()}{LAYOUT_TAG:016x}/{keys[1].hex()}"
+    obstore.put(first.store_in_memory, path, bytes(obstore.get(first.store_in_memory, path).bytes())[:-1] + b"?")
+    rig = Rig(first.store_in_memory, part=part)
+    rig.client = rig.object_tier._client = Forgetful(rig.client.inner)
+    rig.client.failing_scans = True
+    rig.open()
+    rig.settle()
+    assert rig.object_tier._state is State.SCANNING
+    assert rig.load(keys).causes == [None, FailCause.CORRUPT, None]
+    assert rig.present(keys) == [keys[0], keys[2]], "a probe and a load agree"
+    rig.client.failing_scans = False
+    rig.clock.advance(1.0)
+    rig.poll()  # the scan has ended, what was bad is about to be discarded
+    assert rig.present(keys) == [keys[0], keys[2]]
+    assert rig.store(keys[1:2]).ok
+    assert rig.present(keys) == keys
+    rig.check_loaded(rig.load(keys))
+    rig.close()
 
 
 def test_another_engines_part_is_read_and_never_written() -> None:

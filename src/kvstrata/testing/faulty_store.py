@@ -13,7 +13,8 @@ from kvstrata.types import FailCause, OffloadKey
 class FaultyClient:
     """`inner`, but `failing_reads` and `failing_writes` name what every request ends with while they are set.
 
-    `lands`: a write that fails reaches the store all the same. `calls` counts batches by method, `keys` their keys.
+    `lands`: a write that fails reaches the store all the same. `failing_scans`: scans fail, reads do not.
+    `calls` counts batches by method, `keys` their keys.
     """
 
     def __init__(self, inner: StoreClient) -> None:
@@ -23,6 +24,7 @@ class FaultyClient:
         self.failing_reads: FailCause | None = None
         self.failing_writes: FailCause | None = None
         self.lands = False
+        self.failing_scans = False
         self.calls: dict[str, int] = {}
         self.keys: dict[str, int] = {}
 
@@ -90,7 +92,7 @@ class FaultyClient:
         self.inner.touch(stamps)
 
     def scan(self) -> Iterator[list[FoundRecord]]:
-        """Fails as reads do."""
-        if self.failing_reads is not None:
+        """Fails as reads do, or alone."""
+        if self.failing_reads is not None or self.failing_scans:
             raise PlaceError("the store does not answer (injected)")
         yield from self.inner.scan()

@@ -145,6 +145,8 @@ class Core:
         """What was removed while a scan was under way."""
         self._bad_later: list[LoadItem] = []
         """Bad records that were read while a scan was under way."""
+        self._distrusted: set[OffloadKey] = set()
+        """Keys whose records were read as bad, until the client has discarded those."""
         self._scanned = 0
         """The last generation that the scan gave to an entry."""
         self._purges: list[tuple[bytes, Ticket]] = []

@@ -71,9 +71,9 @@ class Loads(Core):
         self._wake()
 
     def _is_hidden(self, key: OffloadKey) -> bool:
-        """Whether a record of this key that still lies in the store was told to be gone."""
+        """Whether a record of this key that still lies in the store was told to be gone, or was read as bad."""
         index = self._index
-        return key in index.dying or index.get(self._hidden_name(key)) is not None
+        return key in self._distrusted or key in index.dying or index.get(self._hidden_name(key)) is not None
 
     def _on_probed(self, task: ProbeTask) -> None:
         failed = task.crash is not None or task.abandoned
@@ -170,6 +170,7 @@ class Loads(Core):
         if self._state is not State.READY:
             if self._state is State.SCANNING and current:
                 self._bad_later += bad
+                self._distrusted.update(item.read.key for item in bad if item.read.failed is not FailCause.GONE)
             return
         discard: list[ReadItem] = []
         victims: list[Victim] = []
@@ -186,6 +187,7 @@ class Loads(Core):
                     self._tell_removed([Victim(item.read.key, 0)])
                 continue
             discard.append(item.read)
+            self._distrusted.add(item.read.key)
             if known:
                 victims += self._condemn([item.read.key])
         if discard:

@@ -156,6 +156,7 @@ class Stores(Loads):
         if write.failed is not None:
             # A store cannot find its target missing: something on the way is.
             return FailCause.IO_ERROR if write.failed is FailCause.GONE else write.failed
+        self._distrusted.discard(item.key)
         if there:
             owner = self._jobs.open.get(item.owner)
             self._index.add(item.key, item.need, fresh=owner is not None)
@@ -225,7 +226,9 @@ class Stores(Loads):
         if task.epoch == self._epoch:
             self._index.reserved -= task.reserved
             self._bury(task.victims, task.kept, done=done)
-        if isinstance(task, RemoveTask):
+        if isinstance(task, DiscardTask):
+            self._distrusted.difference_update(item.key for item in task.items)
+        else:
             for ticket in task.tickets:
                 self._part_done(ticket, ok=done and not task.kept)
 
