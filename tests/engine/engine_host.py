@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvstrata.runtime.executor import Signal
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,6 +53,7 @@ class Host:
                 kv_connector=options.pop("connector", "KVStrataConnector"),
                 kv_role="kv_both",
                 kv_connector_extra_config=extra,
+                engine_id=options.pop("engine_id"),
             )
         settings = {
             "skip_tokenizer_init": True,
@@ -269,20 +272,26 @@ class Host:
         """Bytes of a chunk in primary, per group."""
         return list(self.side._layout.chunk_bytes)
 
-    def planned(self, prompt: list[int], computed: int = 0) -> int:
-        """The hit that the planner finds for a prompt, from what is in primary and on the tiers."""
-        import numpy as np
+    def keys_of(self, prompt: list[int]) -> list[list[bytes]]:
+        """The keys of a prompt's whole chunks, per group."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
         from kvstrata.integrations.vllm.keys import KeyChain
-        from kvstrata.layout.planner import resolve
 
         request = Request(
             "probe", prompt, SamplingParams(max_tokens=1), None, block_hasher=self.core.request_block_hasher
         )
-        side = self.side
-        keys = KeyChain(side._shape, b"").take(request.block_hashes) or [[] for _ in side._shape.groups]
+        shape = self.side._shape
+        return KeyChain(shape, b"").take(request.block_hashes) or [[] for _ in shape.groups]
+
+    def planned(self, prompt: list[int], computed: int = 0) -> int:
+        """The hit that the planner finds for a prompt, from what is in primary and on the tiers."""
+        import numpy as np
+
+        from kvstrata.layout.planner import resolve
+
+        side, keys = self.side, self.keys_of(prompt)
         presence = []
         with side.stack.driver.step() as manager:
             for group in keys:
@@ -297,6 +306,14 @@ class Host:
     def settle(self, seconds: float = 5.0) -> bool:
         """Wait until all that was offered is on the tiers."""
         return bool(self.side.stack.drain(seconds))
+
+    def silence(self, seconds: float) -> None:
+        """Let only the plug-in's own threads and processes work."""
+        Signal().wait(seconds)
+
+    def on_disk(self) -> int:
+        """Chunks that the first tier has made durable, by its own count; nothing is hurried."""
+        return int(self.side.stack.tiers[0].tier.usage().keys)
 
     # -- damage and faults
 

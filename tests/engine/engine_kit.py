@@ -62,6 +62,9 @@ class Engine:
         self._commands = os.fdopen(self._commands_fd, "w")
         self._answers = os.fdopen(self._answers_fd, "r")
         options.setdefault("dtype", data_type(model.name))
+        self.engine_id = f"kvstrata-test-{os.getpid()}-{self._commands_fd}"
+        if extra is not None:
+            options["engine_id"] = self.engine_id
         try:
             self.started = self.tell("start", model=str(model), extra=extra, options=options)
         except BaseException:
@@ -113,6 +116,8 @@ class Engine:
         self._close()
 
     def _close(self) -> None:
+        # vLLM's own tiering leaves its primary behind when its process is killed.
+        Path("/dev/shm", f"vllm_offload_{self.engine_id}.mmap").unlink(missing_ok=True)
         for stream in (self._commands, self._answers):
             try:
                 stream.close()

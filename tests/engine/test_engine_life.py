@@ -17,6 +17,7 @@ STATES = ("resolving", "fetching", "ready", "allocated", "loading", "loaded")
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("life")
     with Engine(make(folder, request.param), storage(folder / "disk")) as started:
+        started.model = request.param
         yield started
 
 
@@ -50,6 +51,51 @@ def test_abort_in_each_state(engine: Engine, state: str) -> None:
     assert looked["free_blocks"] == start
     assert looked["faults"] == {}
     assert one(engine, tokens)["tokens"] == right["tokens"]
+
+
+OUTCOMES = {
+    "nothing_was_stored": ("nothing_stored", 0),
+    "too_short": ("nothing_stored", 0),
+    "from_primary": ("hit", 384),
+    "from_disk": ("hit", 384),
+    "from_both": ("hit", 384),
+    "client_says_off": ("off", 0),
+    "must_not_read_caches": ("not_allowed", 0),
+    "capped": ("hit", 256),
+    "not_from_that_tier": ("nothing_stored", 0),
+    "impatient": ("clock", 0),
+    "tier_stalls": ("clock", 0),
+    "damaged_on_the_tier": ("nothing_stored", 0),
+    "gone_from_the_tier": ("nothing_stored", 0),
+    "copy_fails": ("load_failed", 0),
+    "never_asked": ("not_asked", 0),
+    "aborted_resolving": ("aborted_waiting", 0),
+    "aborted_fetching": ("aborted_waiting", 0),
+    "aborted_ready": ("aborted_ready", 0),
+    "aborted_allocated": ("aborted_loading", 384),
+    "aborted_loading": ("aborted_loading", 384),
+    "aborted_loaded": ("hit", 384),
+    "switched_off": ("switched_off", 0),
+    "inner_error": ("internal", 0),
+    "reset_meanwhile": ("nothing_stored", 0),
+}
+"""What the last record of a scene of `engine_outcomes` says: the cause, and the tokens that the engine took."""
+CAPPED_WITH_WINDOWS = ("nothing_stored", 0)
+"""A cap below the first kept boundary of a model with windows leaves nothing to load."""
+
+
+def test_the_last_record_names_the_cause(engine: Engine) -> None:
+    engine.reset(connector=True)
+    arguments = {"prompt": prompt(400, seed=14)}
+    found = engine.call(module="engine_outcomes", function="outcomes", arguments=arguments)
+    assert len(found) >= 20
+    expected = OUTCOMES | ({"capped": CAPPED_WITH_WINDOWS} if engine.model == "gemma3" else {})
+    assert {name: (story["cause"], story["taken"]) for name, story in found.items()} == expected
+    for name in ("damaged_on_the_tier", "gone_from_the_tier"):
+        assert "could not be brought" in found[name]["note"]
+    assert {source for source, _ in found["from_both"]["sources"]} == {"primary", "disk"}
+    assert found["tier_stalls"]["waited_s"] >= 0.2
+    clean(settled(engine))
 
 
 def test_a_thousand_random_aborts(engine: Engine) -> None:

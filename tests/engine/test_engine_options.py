@@ -1,4 +1,4 @@
-"""Chunks of several blocks, chunked prefill, storing answers, pressure, per-request options, metrics."""
+"""Chunks of several blocks, chunked prefill, storing answers, per-request options, metrics, events."""
 
 from __future__ import annotations
 
@@ -45,14 +45,19 @@ def test_chunks_of_two_blocks_and_a_prefill_in_pieces(engine: Engine) -> None:
     assert difference(cold, back) <= TOLERANCE["float32"]
 
 
-def test_evicted_by_pressure(engine: Engine) -> None:
-    tokens = prompt(900, seed=2)
-    cold = one(engine, tokens)
-    for seed in range(20, 26):
-        one(engine, prompt(1000, seed=seed))
-    back = one(engine, tokens)
-    assert engine.stories()[0]["taken"] > 0
-    assert difference(cold, back) <= TOLERANCE["float32"]
+def test_lengths_around_chunk_borders(engine: Engine) -> None:
+    """Chunks are two blocks long; borders of blocks are where `test_engine_restore` looks."""
+    for number, length in enumerate(border + by for border in (256, 512, 768) for by in (-1, 0, 1)):
+        tokens = prompt(length, seed=550 + number)
+        cold = one(engine, tokens, tokens=2)
+        engine.run_out()
+        engine.reset()
+        planned = engine.planned(prompt=tokens)
+        back = one(engine, tokens, tokens=2)
+        assert back["cached"] == planned, length
+        assert planned > 0 or length <= 257, length
+        assert difference(cold, back) <= TOLERANCE["float32"], length
+        engine.reset()
 
 
 def test_answers_are_stored_too(engine: Engine) -> None:

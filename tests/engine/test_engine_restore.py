@@ -13,6 +13,8 @@ from kvstrata.integrations.vllm.versions import installed_version, series
 
 pytestmark = pytest.mark.engine
 LONG = 1100
+SMALL = {"llama": 24, "gemma3": 60, "lfm2": 40, "qwen3next": 22}
+"""Blocks of each model's engine: room for one long prompt and little more."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,8 @@ def engine(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytes
         with pytest.raises(EngineError, match="causal_conv1d_weight_pack: support only width of 4"):
             Engine(make(models, request.param), None)
         pytest.skip("this vLLM itself does not start LFM2: its CPU kernels have no convolution of width 3")
-    with Engine(make(models, request.param), storage(folder)) as started:
+    options = {"num_gpu_blocks_override": SMALL[request.param], "max_model_len": 1536}
+    with Engine(make(models, request.param), storage(folder), **options) as started:
         started.model, started.folder, started.models = request.param, folder, models
         yield started
 
@@ -83,6 +86,29 @@ def test_from_disk_what_is_promoted_is_consumed(engine: Engine) -> None:
     assert after["promoted"] - before["promoted"] == after["consumed"] - before["consumed"] > 0
     assert engine.stories()[0]["cause"] == "hit"
     assert sum(tokens for _, tokens in engine.stories()[0]["sources"]) == back["cached"]
+
+
+@pytest.mark.parametrize("place", ["primary", "disk"])
+def test_evicted_by_pressure(engine: Engine, place: str) -> None:
+    """Other prompts drive it out of the engine's own cache, which is never reset here."""
+    tokens = prompt(LONG, seed=5)
+    cold = one(engine, tokens)
+    own = one(engine, tokens)
+    for seed in range(50, 53):
+        one(engine, prompt(1400, seed=seed), tokens=1)
+    if place == "disk":
+        assert engine.settle()
+        assert engine.drop_primary() > 0
+    planned = engine.planned(prompt=tokens)
+    back = one(engine, tokens)
+    (story,) = engine.stories()
+    assert story["computed"] == 0  # nothing was left in the engine's own cache
+    assert back["cached"] == story["taken"] == planned == own["cached"] > 0
+    assert {source for source, _ in story["sources"]} == {place}
+    assert difference(own, back) == 0.0
+    assert difference(cold, back) <= TOLERANCE[data_type(engine.model)]
+    assert engine.look()["faults"] == {}
+    engine.reset(connector=True)
 
 
 def test_the_next_turns_of_a_chat(engine: Engine) -> None:
@@ -145,7 +171,7 @@ def test_after_a_kill_from_disk(engine: Engine) -> None:
     tokens = prompt(LONG, seed=4)
     one(engine, tokens)
     own = one(engine, tokens)
-    assert engine.settle(seconds=1.0)
+    engine.silence(seconds=1.0)
     engine.kill()
     with Engine(engine.models / engine.model, storage(engine.folder)) as again:
         planned = again.planned(prompt=tokens)

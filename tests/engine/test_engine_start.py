@@ -17,10 +17,10 @@ TOKENS = prompt(700, seed=1)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the model, and a disk tier that holds TOKENS."""
     folder = tmp_path_factory.mktemp("start")
-    with Engine(make(folder, "llama"), storage(folder / "disk")) as engine:
+    with Engine(make(folder, "llama"), storage(folder / "kvstrata")) as engine:
         first = one(engine, TOKENS)
-        assert engine.settle(seconds=1.0)  # one request, then silence: on disk within a second
-        assert engine.look()["tiers"]["disk"]["cascaded"] == 5
+        engine.silence(seconds=1.0)  # nobody asks kvstrata anything, the engine does not step
+        assert engine.on_disk() == 5
         engine.reset()
         assert one(engine, TOKENS, salt="tenant")["cached"] == 0
         engine.reset()
@@ -40,18 +40,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["rope", "type", "revision"],
 )
 def test_another_engine_finds_nothing(place: Path, options: dict[str, Any]) -> None:
-    with Engine(place / "llama", storage(place / "disk"), **options) as engine:
+    with Engine(place / "llama", storage(place / "kvstrata"), **options) as engine:
         assert one(engine, TOKENS)["cached"] == 0
         assert engine.look()["faults"] == {}
 
 
 def test_the_same_engine_finds_all_and_damage_is_a_miss(place: Path) -> None:
-    with Engine(place / "llama", storage(place / "disk")) as engine:
+    # One size is enough: the disk tier lies in the user's cache folder.
+    with Engine(place / "llama", {"size": "128MiB"}, {"XDG_CACHE_HOME": str(place)}) as engine:
         right = one(engine, TOKENS)
         assert right["cached"] == 640
         engine.reset()
         engine.drop_primary()
-        for path in (place / "disk").glob("segment-*"):
+        for path in (place / "kvstrata").glob("segment-*"):
             with path.open("r+b") as file:
                 data = bytearray(file.read())
                 for at in range(8192 + 77, len(data), 100_000):
