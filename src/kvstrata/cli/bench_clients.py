@@ -154,9 +154,9 @@ class BareRedis:
 
 
 class BareMooncake:
-    """Mooncake's own batches of 16, straight from and into registered memory, over the tier's connection."""
+    """Mooncake's own batches, straight from and into registered memory, over the tier's connection."""
 
-    batches: tuple[int, ...] = (16,)
+    batches: tuple[int, ...] = (16, 64)
 
     def __init__(self, tier: MooncakeTier) -> None:
         client = tier._mooncake

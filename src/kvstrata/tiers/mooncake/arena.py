@@ -1,10 +1,13 @@
-"""Registered memory beside primary: the places of record headers, and of payloads that are not in primary."""
+"""What the workers of a Mooncake tier share: whose turn it is, and registered memory beside primary, for the headers of
+records and for payloads that are not in primary.
+"""
 
 from __future__ import annotations
 
 import mmap
 from collections import deque
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -22,6 +25,22 @@ BLOCK_BYTES = RECORDS * HEADER_BYTES + SPARE_BYTES
 def address_of(view: memoryview) -> int:
     """Where the bytes of a view lie."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
+
+
+class Turn:
+    """One worker at a time is between `with` and its end; the others wait."""
+
+    __slots__ = ("_token",)
+
+    def __init__(self) -> None:
+        self._token: SimpleQueue[None] = SimpleQueue()
+        self._token.put(None)
+
+    def __enter__(self) -> None:
+        self._token.get()
+
+    def __exit__(self, *_: object) -> None:
+        self._token.put(None)
 
 
 @dataclass(slots=True, eq=False)

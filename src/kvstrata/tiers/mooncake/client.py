@@ -9,6 +9,9 @@ it has arrived. A read takes its item's permit before the transfer: what may be 
 A call to a master that hangs ends by the library's own bound, which is set to the tier's time-out before the library is
 loaded; what moves bytes has other bounds. Calls release the interpreter lock, so one that hangs costs one worker and
 nothing else.
+
+One batch of each direction moves at a time: the library spreads each over its own threads, and two at once only take
+the processors from each other. Digests are made and checked while another batch moves.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from kvstrata.tiers.common.claims import PlaceError
 from kvstrata.tiers.common.index import Name
 from kvstrata.tiers.common.memo import Memo
 from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, check_payload
-from kvstrata.tiers.mooncake.arena import RECORDS, Arena, Block, address_of
+from kvstrata.tiers.mooncake.arena import RECORDS, Arena, Block, Turn, address_of
 from kvstrata.tiers.mooncake.claims import ALREADY_THERE, NOT_FOUND, MooncakeClaims
 from kvstrata.tiers.server.client import (
     SCOPE_BYTES,
@@ -110,6 +113,7 @@ class MooncakeClient:
         self._replicas = replicas
         self.claims = MooncakeClaims(self, prefix, lambda: self._config(pinned=True))
         self._arena = Arena()
+        self._reading, self._writing = Turn(), Turn()
         self._registered: list[int] = []
         self._identity = Identity(bytes(16), 0)
         self._part = ""
@@ -304,8 +308,19 @@ class MooncakeClient:
         return address_of(place), place
 
     def _fetch(self, block: Block, batch: Sequence[tuple[ReadItem, str]]) -> None:
-        paths, pointers, sizes = [], [], []
-        reading: list[tuple[ReadItem, memoryview | None]] = []
+        with self._reading:
+            reading, codes = self._get(block, batch)
+        for index, ((item, path, place), code) in enumerate(zip(reading, codes, strict=True)):
+            item.failed = self._judge(item, code, path, block.header(index), place)
+            if item.failed is not None and item.failed.is_content:
+                item.version = path
+
+    def _get(
+        self, block: Block, batch: Sequence[tuple[ReadItem, str]]
+    ) -> tuple[list[tuple[ReadItem, str, memoryview | None]], list[int]]:
+        """One call. What was read, from where, to which place beside primary, and the library's code for each."""
+        pointers, sizes = [], []
+        reading: list[tuple[ReadItem, str, memoryview | None]] = []
         used = 0
         for item, path in batch:
             at, place = self._payload_at(block, item.target, used)
@@ -313,17 +328,13 @@ class MooncakeClient:
                 item.failed = FailCause.TIMEOUT if at else FailCause.REFUSED
                 continue
             used += 0 if place is None else len(place)
-            paths.append(path)
             pointers.append([address_of(block.header(len(reading))), at])
             sizes.append([HEADER_BYTES, len(item.target)])
-            reading.append((item, place))
+            reading.append((item, path, place))
         if not reading:
-            return
-        codes = _as_many(self.store.batch_get_into_multi_buffers(paths, pointers, sizes), len(paths))
-        for index, ((item, place), code) in enumerate(zip(reading, codes, strict=True)):
-            item.failed = self._judge(item, code, paths[index], block.header(index), place)
-            if item.failed is not None and item.failed.is_content:
-                item.version = paths[index]
+            return [], []
+        paths = [path for _, path, _ in reading]
+        return reading, _as_many(self.store.batch_get_into_multi_buffers(paths, pointers, sizes), len(paths))
 
     def _judge(
         self, item: ReadItem, code: int, path: str, head: memoryview, place: memoryview | None
@@ -378,7 +389,9 @@ class MooncakeClient:
         if not writing:
             return
         paths = [self._path(self._part, item.key) for item in writing]
-        codes = _as_many(self.store.batch_put_from_multi_buffers(paths, pointers, sizes, self._config()), len(paths))
+        with self._writing:
+            given = self.store.batch_put_from_multi_buffers(paths, pointers, sizes, self._config())
+        codes = _as_many(given, len(paths))
         for item, code in zip(writing, codes, strict=True):
             if code in (0, ALREADY_THERE):
                 item.failed, item.uncertain = None, False

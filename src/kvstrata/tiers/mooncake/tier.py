@@ -16,6 +16,9 @@ _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
 TASK_BYTES = 64 << 20
 """Most payload of one call. Over TCP few large calls move more than many small ones, which share the processors."""
 
+WIDTH = 3
+"""Batches at once: of those that go the same way one moves and one is checked."""
+
 
 class MooncakeTier(ServerTier):
     """Chunks in the Mooncake Store of `master` (HOST:PORT), whose metadata server is at the URL `metadata`.
@@ -80,7 +83,7 @@ class MooncakeTier(ServerTier):
             retry_s=retry_s,
             task_keys=RECORDS,
             task_bytes=TASK_BYTES,
-            width=2,
+            width=WIDTH,
         )
         super().__init__(self._mooncake, settings)
 
