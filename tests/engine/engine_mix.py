@@ -132,6 +132,16 @@ def mixed(host: Any, seed: int, count: int, abort_at_most: int, fail: float) -> 
         return real(request, *args, **kwargs)
 
     host.scheduler._preempt_request = preempt
+    side, loaded = host.side, set()
+    done = side._load_done
+
+    def load_done(job_id: int, ok: bool) -> None:
+        record = side._jobs.get(job_id)
+        if ok and record is not None:
+            loaded.add(record.request.request_id)
+        done(job_id, ok)
+
+    side._load_done = load_done
     todo = list(enumerate(requests(seed, count)))
     names: dict[str, str] = {}
     answers: list[tuple[str, dict[str, Any]]] = []
@@ -160,4 +170,6 @@ def mixed(host: Any, seed: int, count: int, abort_at_most: int, fail: float) -> 
     host.run_out()
     worker._copier = worker._copier.real
     host.scheduler._preempt_request = real
-    return {"answers": answers, "aborted": aborted, "preempted": len(preempted), "open": len(names)}
+    side._load_done = done
+    counts = {"aborted": aborted, "preempted": len(preempted), "loaded": len(loaded), "open": len(names)}
+    return {"answers": answers, **counts}

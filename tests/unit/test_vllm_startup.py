@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import vllm_kit as kit
 
-from kvstrata.cli.doctor import Verdict, doctor, examine
+from kvstrata.cli.doctor import Verdict, _folder, doctor, examine
 from kvstrata.config import config_from_dict
 from kvstrata.errors import ConfigError
 from kvstrata.integrations.vllm.fences import Sources, new_owners
@@ -19,6 +21,7 @@ from kvstrata.integrations.vllm.settings import VllmSettings
 from kvstrata.integrations.vllm.shield import Shield, shielded
 from kvstrata.integrations.vllm.stack import Stack
 from kvstrata.integrations.vllm.startup import for_replica, largest_restore, outlook, restore_bytes
+from kvstrata.runtime.clock import SystemClock
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.memory import MemoryTier
 from kvstrata.types import FailCause, JobEnded, KeysDone, TierEvent, TierJob
@@ -160,10 +163,19 @@ def test_the_doctor_finds_a_good_place(tmp_path: Path, monkeypatch: pytest.Monke
     entry = {"type": "disk", "path": str(tmp_path / "kv"), "limit": 64 << 20}
     findings = list(examine(config_from_dict({"primary": {"size": 1 << 20}, "tiers": [entry]})))
     assert [f.line() for f in findings if f.verdict is Verdict.FAIL] == []
-    words = " ".join(f.line() for f in findings)
-    assert "shared memory" in words
-    assert "MB/s" in words
-    assert "self-test: what was written was read back" in words
+    lines = [f.line() for f in findings]
+    for what in (
+        "memory: primary of 1048576 bytes",
+        "shared memory: a trial of",
+        "vLLM: ",
+        "hash seed: is ",
+        "disk: limit 67108864, ",
+        "disk: direct I/O works",
+        "disk: writes ",
+        "disk: self-test: what was written was read back",
+    ):
+        (line,) = [line for line in lines if what in line]
+        assert "\n" not in line
     assert list(tmp_path.glob(".kvstrata-doctor*")) == []
 
 
@@ -178,7 +190,31 @@ def test_the_doctor_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     findings = list(examine(config_from_dict({"primary": {"size": 1 << 60}, "tiers": [entry]})))
     bad = {f.what: f for f in findings if f.verdict is Verdict.FAIL}
     assert set(bad) >= {"memory", "vLLM", "hash seed", "fs"}
-    assert all(f.advice for f in bad.values())
+    assert all(f.advice for f in findings if f.verdict is not Verdict.OK)
+    assert "shared memory" in {f.what for f in findings}  # too large a primary hides nothing else
+
+
+def test_the_doctor_names_a_place_without_direct_io_and_a_full_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.cli.doctor.SPEED_BYTES", 4 << 20)
+    monkeypatch.setattr("kvstrata.cli.doctor.os.O_DIRECT", 1 << 30)  # a flag that no file system knows
+    real = os.open
+
+    def without_direct(path: Any, flags: int, mode: int = 0o777, **named: Any) -> int:
+        if flags & (1 << 30):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, mode, **named)
+
+    monkeypatch.setattr("kvstrata.cli.doctor.os.open", without_direct)
+    found = list(_folder("disk", tmp_path / "kv", None, SystemClock()))
+    assert [f.text for f in found if f.verdict is Verdict.WARN and "direct" in f.text] == [
+        "no direct I/O here; buffered I/O costs memory and a copy"
+    ]
+    assert any("no limit is set" in f.text and f.advice for f in found)
+    monkeypatch.setattr("kvstrata.cli.doctor.os.pwrite", lambda *_: 0)
+    (full,) = [f for f in _folder("disk", tmp_path / "kv", None, SystemClock()) if f.verdict is Verdict.FAIL]
+    assert (full.text.endswith("the device is full"), full.advice) == (True, "another dir, or free space")
 
 
 def test_the_doctor_does_not_ignore_what_it_is_given() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -133,8 +134,7 @@ def _memory(config: Config) -> Iterator[Finding]:
     room = tightest(read_memory_rooms())
     if room is not None and room.available < size:
         yield Finding(Verdict.FAIL, "memory", f"primary of {size} bytes, but {room.describe()}", "a smaller primary")
-        return
-    if room is not None and room.available < 2 * size:
+    elif room is not None and room.available < 2 * size:
         yield Finding(
             Verdict.WARN,
             "memory",
@@ -206,7 +206,8 @@ def _speed(name: str, place: Path, clock: Clock) -> Iterator[Finding]:
         finally:
             os.close(file)
     except OSError as error:
-        yield Finding(Verdict.FAIL, name, f"{place} cannot be written: {error.strerror}")
+        advice = "another dir, or free space" if error.errno == errno.ENOSPC else "another dir, or its owner"
+        yield Finding(Verdict.FAIL, name, f"{place} cannot be written: {error.strerror}", advice)
         return
     finally:
         with contextlib.suppress(OSError):
@@ -237,7 +238,7 @@ def _rates(file: int, clock: Clock) -> tuple[float, float]:
 
 def _write(file: int, piece: mmap.mmap, at: int) -> None:
     if os.pwrite(file, piece, at) != PIECE:
-        raise OSError(28, "the device is full")
+        raise OSError(errno.ENOSPC, "the device is full")
 
 
 def _read(file: int, piece: mmap.mmap, at: int) -> None:
@@ -260,4 +261,9 @@ def _self_test(entry: TierConfig, clock: Clock) -> Finding:
         executor.close(1.0)
     if trouble is None:
         return Finding(Verdict.OK, entry.name, "self-test: what was written was read back")
-    return Finding(Verdict.FAIL, entry.name, f"self-test: {trouble}", "the engine would run without this tier")
+    return Finding(
+        Verdict.FAIL,
+        entry.name,
+        f"self-test: {trouble}",
+        "mend it, or leave the tier out: the engine would run without it",
+    )
