@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 from kvstrata.policy.base import EvictionPolicy
+from kvstrata.policy.lru import LRU
 from kvstrata.policy.registry import make_policy
+from kvstrata.policy.s3fifo import S3FIFO
 from kvstrata.testing.policy_contract import PolicyContract
 
 
@@ -18,6 +20,24 @@ class TestLRU(PolicyContract):
 class TestS3FIFO(PolicyContract):
     def make(self) -> EvictionPolicy:
         return make_policy("s3fifo")
+
+
+class WideLRU(LRU):
+    wide = 1  # also what concerns one slot goes the way of batches
+
+
+class WideS3FIFO(S3FIFO):
+    wide = 1
+
+
+class TestLRUInBatches(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return WideLRU()
+
+
+class TestS3FIFOInBatches(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return WideS3FIFO()
 
 
 class NewestFirst(EvictionPolicy):

@@ -54,14 +54,18 @@ def calls_of(work: Callable[[], object]) -> int:
 def keys_looked_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Keys handed to the index of primary."""
     looked: Counter[str] = Counter()
-    plain = KeyIndex.find
+    find, lacks = KeyIndex.find, KeyIndex.lacks
 
-    def find(self: KeyIndex, keys):  # type: ignore[no-untyped-def]
-        looked["keys"] += len(keys)
-        return plain(self, keys)
+    def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def look(self: KeyIndex, keys: Any) -> Any:
+            looked["keys"] += len(keys)
+            return plain(self, keys)
+
+        return look
 
     with monkeypatch.context() as patch:
-        patch.setattr(KeyIndex, "find", find)
+        patch.setattr(KeyIndex, "find", counted(find))
+        patch.setattr(KeyIndex, "lacks", counted(lacks))
         yield looked
 
 

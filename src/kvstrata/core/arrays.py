@@ -37,7 +37,7 @@ def count_of(column: I8, value: SupportsIndex) -> int:
     return column.tobytes().count(value)
 
 
-def all_are(column: I8, value: SupportsIndex) -> bool:
+def all_are(column: I8 | Bool, value: SupportsIndex) -> bool:
     """Whether every entry of an int8 array is `value` (not negative)."""
     return column.tobytes().count(value) == len(column)
 

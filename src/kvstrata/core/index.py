@@ -39,6 +39,10 @@ class KeyIndex:
             return np.full(len(keys), -1, np.int64)
         return np.fromiter(map(self.slots.get, keys, repeat(-1)), np.int64, len(keys))
 
+    def lacks(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether none of the keys is here; ends at the first that is."""
+        return self.slots.keys().isdisjoint(keys)
+
     def key_of(self, slot: int) -> OffloadKey | None:
         return (self.keys[slot] or None) if 0 <= slot < len(self.keys) else None
 
@@ -63,9 +67,7 @@ class KeyIndex:
         self.version += 1
         numbers = slots.tolist()
         self.slots.update(zip(keys, numbers, strict=True))
-        by_slot = self.keys
-        for slot, key in zip(numbers, keys, strict=True):
-            by_slot[slot] = key
+        deque(map(self.keys.__setitem__, numbers, keys), maxlen=0)
 
     def forget(self, slots: Sequence[int]) -> list[OffloadKey]:
         """Takes out the keys of slots and returns them."""
@@ -73,8 +75,7 @@ class KeyIndex:
         by_slot = self.keys
         keys = list(map(by_slot.__getitem__, slots))
         deque(map(self.slots.__delitem__, keys), maxlen=0)
-        for slot in slots:
-            by_slot[slot] = _NO_KEY
+        deque(map(by_slot.__setitem__, slots, repeat(_NO_KEY)), maxlen=0)
         self._forgotten += len(keys)
         if self._forgotten > _REBUILD_FROM and 2 * self._forgotten > len(self.slots):
             self.slots = dict(self.slots)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from kvstrata.core.galloping import ASKED, NOT_ASKED
 from kvstrata.core.requests import Request
 from kvstrata.core.slots import READY
 from kvstrata.core.state import CoreState, TierState
+from kvstrata.layout.groups import Range
 from kvstrata.layout.planner import Decision
-from kvstrata.layout.search import Search
+from kvstrata.layout.search import Search, all_present
 from kvstrata.layout.spans import NOTHING
 from kvstrata.types import I8, I64, OffloadKey, Presence, ProbeDone
 
@@ -53,6 +55,22 @@ class Gathered:
         self.presence[group] = np.zeros(chunks, np.int8)
         self.sources[group] = np.full(chunks, NOT_READ, np.int8)
         self.slots[group] = np.full(chunks, -1, np.int64)
+
+
+_NOWHERE: I8 = np.full(1 << 10, NOT_READ, np.int8)
+
+
+def nowhere(chunks: int) -> I8:
+    """The sources of so many chunks that no tier is read for; not to be written to."""
+    return _NOWHERE[:chunks] if chunks <= len(_NOWHERE) else np.full(chunks, NOT_READ, np.int8)
+
+
+class AtHand(NamedTuple):
+    """A plan whose chunks are all in primary, or on their way there: its boundary, and per group ranges and slots."""
+
+    boundary: int
+    ranges: tuple[Range, ...]
+    slots: list[I64]
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +171,36 @@ class PresenceBook:
             if count_of(found.presence[g][lo:hi], ABSENT):
                 return False
         return True
+
+    def at_hand(self, request: Request, computed: int, top: int) -> AtHand | None:
+        """The plan of the largest boundary that `top` and the keys allow, if primary has all that it needs.
+
+        Then it is the answer: no search has to find it, and no tier has anything to add. None: gather. It is found
+        out by one key whether to look any further, since the end of a chain leaves primary first.
+        """
+        layout, residency = self._core.layout, self._core.residency
+        if request.byte_limit is not None or request.unloadable or not layout.kind_step:
+            return None
+        keys, first = request.keys, layout.order[0]
+        boundary = Search(layout, [all_present(len(chunks)) for chunks in keys], computed, top, None).highest()
+        if boundary is None:
+            return None
+        needed = layout.needed_ranges(boundary, computed)
+        lo, hi = needed[first]
+        if lo >= hi or residency.slot_of(keys[first][hi - 1]) < 0:
+            return None
+        slots = []
+        for chunks, (lo, hi) in zip(keys, needed, strict=True):
+            if hi > len(chunks):
+                return None
+            self._core.counters.keys_gathered += hi - lo
+            found = residency.find(chunks if hi - lo == len(chunks) else chunks[lo:hi]) if lo < hi else NO_SLOTS
+            if any_of(found < 0):
+                return None
+            slots.append(found)
+        self._core.counters.resolves += 1
+        loads = layout.loaded_part(needed)
+        return AtHand(boundary, loads, [part[: hi - lo] for part, (lo, hi) in zip(slots, loads, strict=True)])
 
     def gather_ready(self, request: Request, computed: int, total: int) -> Gathered:
         """Presence counting only what is readable in primary at this moment."""

@@ -129,6 +129,10 @@ class Residency:
         """The slot of each key, reserved or ready; -1 where there is none."""
         return self.index.find(keys)
 
+    def lacks(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether none of the keys is reserved or ready."""
+        return self.index.lacks(keys)
+
     def slot_of(self, key: OffloadKey) -> int:
         """The slot of a key, or -1."""
         return self.index.slots.get(key, -1)
@@ -271,7 +275,8 @@ class Residency:
         for group, part in self._by_group(numbers):
             chain = part.tolist()
             above = anchor if anchor >= 0 and table.state[anchor] == READY and table.group[anchor] == group else -1
-            self.policies[self.geometry.class_of[group]].insert(chain, above, self.index.keys_of(chain))
+            policy = self.policies[self.geometry.class_of[group]]
+            policy.insert(chain, above, self.index.keys_of(chain) if policy.remembers_keys else ())
 
     def release(self, slots: Slots) -> None:
         """RESERVED, without pins, to FREE: the job ended without bytes."""
@@ -337,8 +342,9 @@ class Residency:
         self.table.hidden[slots] = False
         self.resident_bytes -= self.table.bytes_of(slots)
         self._evicted += len(numbers)
-        self.on_evict(slots, self.index.keys_of(numbers))
-        self._evicted_now += self.index.forget(numbers)
+        keys = self.index.forget(numbers)
+        self.on_evict(slots, keys)
+        self._evicted_now += keys
 
     def _retire(self, ready: I64) -> None:
         """Takes READY slots out of the policies without calling it an eviction."""

@@ -34,19 +34,23 @@ class Stores:
         core = self._core
         if not request.options.may_store or not chunks:
             return None
-        chunks = list(dict.fromkeys(chunks))
         keys = [request.keys[g][i] for g, i in chunks]
-        found = core.residency.find(keys)
-        absent = np.flatnonzero(found < 0).tolist()
-        if self._narrowed and len(absent) < len(keys):
-            self._claim(request, keys, found)
-        chunks, keys = [chunks[i] for i in absent], [keys[i] for i in absent]
+        if len(set(keys)) < len(keys):
+            chunks = list(dict.fromkeys(chunks))
+            keys = [request.keys[g][i] for g, i in chunks]
+        if not core.residency.lacks(keys):
+            found = core.residency.find(keys)
+            absent = np.flatnonzero(found < 0).tolist()
+            if self._narrowed and len(absent) < len(keys):
+                self._claim(request, keys, found)
+            chunks, keys = [chunks[i] for i in absent], [keys[i] for i in absent]
         slots = self._reserve(keys, [g for g, _ in chunks]) if keys else None
         if slots is None:
             core.counters.store_no_room += len(keys)
             return None
         core.counters.store_no_room += len(keys) - len(slots)
-        chunks, keys = chunks[: len(slots)], keys[: len(slots)]
+        if len(slots) < len(keys):
+            chunks, keys = chunks[: len(slots)], keys[: len(slots)]
         job = core.ledger.accept(
             JobKind.STORE, core.generation, slots, keys, request.request_id, core.now, reports=core.ranks
         )

@@ -15,11 +15,13 @@ from kvstrata.core.arrays import count_of
 from kvstrata.core.clocks import Pace, WaitClock
 from kvstrata.core.grants import Grants, Placement
 from kvstrata.core.messages import WAIT, Answer, AnswerCause
-from kvstrata.core.presence import PresenceBook
+from kvstrata.core.presence import PresenceBook, nowhere
 from kvstrata.core.requests import HOLDING, WAITING, Door, Request, RequestState
 from kvstrata.core.state import CoreState, TierState
 from kvstrata.core.statistics import PromotionTag
+from kvstrata.layout.groups import Range
 from kvstrata.layout.planner import resolve
+from kvstrata.types import I64
 
 _PACES = {
     RequestState.RESOLVING: Pace.RUNNING,
@@ -148,6 +150,13 @@ class TwoPhaseDoor:
     def _decide(self, request: Request) -> bool:
         """Make the plan; False if the request now waits for probes. It may still hold its earlier plan's slots."""
         layout = self._core.layout
+        if not request.primary_only:
+            near = self._presence.at_hand(request, request.computed, self._limit(request))
+            if near is not None:
+                self._fix(request, near.boundary, near.ranges, near.slots)
+                request.sources = [nowhere(hi - lo) for lo, hi in near.ranges]
+                self._fix_clock(request)
+                return True
         while True:
             if request.primary_only:
                 gathered = self._presence.gather_ready(request, request.computed, request.total)
@@ -167,16 +176,18 @@ class TwoPhaseDoor:
             if not self._presence.ask(request, wanted, gathered):
                 self._wait_for_probes(request, retry=gathered.must_retry or not request.probes_out)
                 return False
-        request.boundary, request.ranges = decision.boundary, decision.ranges
-        request.found = None
-        if not request.primary_only:
-            version = self._core.residency.index.version
-            request.found = version, [s[lo:hi] for s, (lo, hi) in zip(gathered.slots, decision.ranges, strict=True)]
+        slots = [s[lo:hi] for s, (lo, hi) in zip(gathered.slots, decision.ranges, strict=True)]
+        self._fix(request, decision.boundary, decision.ranges, None if request.primary_only else slots)
         request.sources = [s[lo:hi] for s, (lo, hi) in zip(gathered.sources, decision.ranges, strict=True)]
-        request.retry_s = 0.0
         if request.hit > 0:
             self._fix_clock(request)
         return True
+
+    def _fix(self, request: Request, boundary: int, ranges: tuple[Range, ...], slots: list[I64] | None) -> None:
+        """The plan, with the slots that its chunks have now, or -1, where they were looked up."""
+        request.boundary, request.ranges = boundary, ranges
+        request.found = None if slots is None else (self._core.residency.index.version, slots)
+        request.retry_s = 0.0
 
     def _fix_clock(self, request: Request) -> None:
         """The first plan's bytes, and the tiers that it reads, fix the clocks."""

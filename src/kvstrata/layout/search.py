@@ -29,6 +29,14 @@ class Cut:
     before: int
 
 
+_PRESENT: I8 = np.full(1 << 10, Presence.PRESENT, np.int8)
+
+
+def all_present(chunks: int) -> I8:
+    """The presence of so many chunks that are all there; not to be written to."""
+    return _PRESENT[:chunks] if chunks <= len(_PRESENT) else np.full(chunks, Presence.PRESENT, np.int8)
+
+
 class Search:
     """One search for the best boundary, unknown chunks taken as present."""
 
@@ -60,6 +68,11 @@ class Search:
         """Groups that have boundaries free of charge."""
         groups = self.layout.groups
         return [g for g in self.layout.order if not groups[g].drafter and groups[g].kind.free_step > 1]
+
+    def highest(self) -> int | None:
+        """The boundary above which prefix groups and alignment leave none; None if that takes a search to tell."""
+        best = self.ceiling(self._upper())[0]
+        return best if best > self.computed and self.byte_limit is None else None
 
     def best(self) -> int | None:
         """The largest boundary, or None."""

@@ -7,7 +7,7 @@ and asks it for victims. `kvstrata.testing.policy_contract` is the suite that ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from kvstrata.types import OffloadKey
 
@@ -21,6 +21,9 @@ class EvictionPolicy(Protocol):
     Duty of the policy, the order of chains: an `insert` names one chain, head first, that continues the chain of
     `anchor`. As long as a slot is held and not hidden, no slot that it descends from is offered before it.
     """
+
+    remembers_keys: ClassVar[bool] = True
+    """Whether `insert` makes use of keys; they are not looked up for a policy that does not."""
 
     def insert(self, slots: Sequence[int], anchor: int = -1, keys: Sequence[OffloadKey] = ()) -> None:
         """Takes `slots`, one chain with its head first; the last one is offered before the others.

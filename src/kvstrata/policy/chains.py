@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+
+from kvstrata.types import I32, I64
 
 # Where a node is. Values below _HIDDEN + 1 are not queues; queue q is kept as _QUEUE + q.
 _OUT = 0
@@ -20,12 +23,25 @@ _HIDDEN = 2
 _QUEUE = 3
 
 
+class _Columns(NamedTuple):
+    """The links as arrays over the same memory: for a batch a few calls instead of a loop."""
+
+    nexts: I32
+    prevs: I32
+    parents: I32
+    children: I32
+    where: np.typing.NDArray[np.uint8]
+
+
 class ChainQueues:
     """`queues` doubly linked queues over one set of nodes, with parents.
 
     Node numbers are slot + `shift`; the first `shift` nodes are the sentinels of the queues. `_next` leads from cold
     to hot. Int arrays hold four bytes per link and no object; rows exist up to the largest slot seen.
     """
+
+    wide: ClassVar[int] = 12
+    """From so many slots on a call works on columns: a batch that lies in its queue in one piece moves in one piece."""
 
     def __init__(self, queues: int) -> None:
         self._shift = queues
@@ -37,6 +53,7 @@ class ChainQueues:
         self._home = bytearray(queues)  # the queue a parked node returns to, where there are several
         self._waiting: dict[int, None] = {}
         self._held = 0
+        self._seen: _Columns | None = None
 
     def __len__(self) -> int:
         return self._held
@@ -48,9 +65,22 @@ class ChainQueues:
             and (self._where[slot + self._shift] != _OUT)
         )
 
+    def _columns(self) -> _Columns:
+        """The links as arrays; not to be kept over `_grow`."""
+        if self._seen is None:
+            self._seen = _Columns(
+                np.frombuffer(self._next, np.int32),
+                np.frombuffer(self._prev, np.int32),
+                np.frombuffer(self._parent, np.int32),
+                np.frombuffer(self._children, np.int32),
+                np.frombuffer(self._where, np.uint8),
+            )
+        return self._seen
+
     def _grow(self, slots: Sequence[int]) -> None:
         missing = max(slots) + self._shift + 1 - len(self._where)
         if missing > 0:
+            self._seen = None  # memory that is looked at cannot move
             missing += len(self._where) // 16
             zeros = bytes(4 * missing)
             self._next.frombytes(zeros)
@@ -65,6 +95,12 @@ class ChainQueues:
         """Makes `slots` one chain below `anchor`."""
         shift, parents, children = self._shift, self._parent, self._children
         parent = anchor + shift if anchor >= 0 and anchor in self else -1
+        if len(slots) >= self.wide:
+            columns, nodes = self._columns(), self._nodes(slots)
+            columns.parents[nodes[1:]] = nodes[:-1]
+            columns.children[nodes[:-1]] = 1  # new nodes have no children yet
+            slots = slots[:1]
+            self._held += len(nodes) - 1
         for slot in slots:
             node = slot + shift
             if parent >= 0:
@@ -72,6 +108,9 @@ class ChainQueues:
                 children[parent] += 1
             parent = node
         self._held += len(slots)
+
+    def _nodes(self, slots: Sequence[int]) -> I64:
+        return np.array(slots, np.int64) + self._shift
 
     def _link_hot(self, node: int, queue: int) -> None:
         prev = self._prev[queue]
@@ -126,6 +165,8 @@ class ChainQueues:
                 self._return(slot + self._shift)
 
     def remove(self, slots: Sequence[int]) -> None:
+        if len(slots) >= self.wide and self._remove_run(self._nodes(slots)):
+            return
         shift, where, children, parents = self._shift, self._where, self._children, self._parent
         nexts, prevs = self._next, self._prev
         orphans = False
@@ -151,6 +192,34 @@ class ChainQueues:
         self._held -= len(slots)
         if orphans:
             self._disown([slot + shift for slot in slots if children[slot + shift]])
+
+    def _remove_run(self, nodes: I64) -> bool:
+        """`remove` for nodes that follow each other in a queue, coldest first; False if they do not."""
+        nexts, _, parents, children, where = self._columns()
+        places = where[nodes].tobytes()
+        if places[0] < _QUEUE or places.count(places[0]) != len(nodes):
+            return False
+        if np.count_nonzero(nexts[nodes[:-1]] == nodes[1:]) != len(nodes) - 1:
+            return False
+        first, last = int(nodes[0]), int(nodes[-1])
+        prev, following = self._prev[first], self._next[last]
+        self._next[prev] = following
+        self._prev[following] = prev
+        where[nodes] = _OUT
+        above = parents[nodes]
+        parents[nodes] = -1
+        inside = above[:-1] == nodes[1:]
+        children[nodes[1:][inside]] -= 1
+        for parent in (*above[:-1][~inside].tolist(), int(above[-1])):
+            if parent >= 0:
+                self._children[parent] -= 1
+                if not self._children[parent] and self._where[parent] == _WAITING:
+                    self._return(parent)
+        self._held -= len(nodes)
+        left = children[nodes]
+        if np.count_nonzero(left):
+            self._disown(nodes[left > 0].tolist())
+        return True
 
     def _disown(self, nodes: Sequence[int]) -> None:
         """Cuts the children of removed nodes loose; one pass over all rows, since children are not listed."""

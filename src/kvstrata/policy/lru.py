@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import NamedTuple, Self
+
+import numpy as np
 
 from kvstrata.policy.base import EvictionPolicy
-from kvstrata.policy.chains import _QUEUE, _WAITING, ChainQueues
-from kvstrata.types import OffloadKey
+from kvstrata.policy.chains import _OUT, _QUEUE, _WAITING, ChainQueues
+from kvstrata.types import I64, OffloadKey
+
+_STEP = 64
+"""Nodes that are looked at together on the way through the queue."""
+
+
+class _Front(NamedTuple):
+    """What a search for victims found at the cold end; true until the next change."""
+
+    slots: list[int]
+    """Victims, coldest first, with all that descends from each of them before it."""
+    leaves: list[tuple[int, int]]
+    """Places in `slots` behind which something else than the parent comes, and that parent."""
 
 
 class LRU(ChainQueues, EvictionPolicy):
@@ -16,8 +30,11 @@ class LRU(ChainQueues, EvictionPolicy):
     A slot that others descend from waits for them, however old it is.
     """
 
+    remembers_keys = False
+
     def __init__(self) -> None:
         super().__init__(queues=1)
+        self._front: _Front | None = None
 
     def fresh(self) -> Self:
         return type(self)()
@@ -25,11 +42,15 @@ class LRU(ChainQueues, EvictionPolicy):
     def insert(self, slots: Sequence[int], anchor: int = -1, keys: Sequence[OffloadKey] = ()) -> None:
         if not slots:
             return
+        self._front = None
         self._grow(slots)
         self._adopt(slots, anchor)
         self._push(slots)
 
     def touch(self, slots: Sequence[int]) -> None:
+        self._front = None
+        if len(slots) >= self.wide and self._touch_run(self._nodes(slots)):
+            return
         if self._are_hottest(slots):
             return  # a request that ends touches again what its load has just touched
         nexts, prevs, where = self._next, self._prev, self._where
@@ -43,6 +64,29 @@ class LRU(ChainQueues, EvictionPolicy):
                 self._unlink(node)
         self._push(slots)
 
+    def _touch_run(self, nodes: I64) -> bool:
+        """`touch` for nodes that follow each other in the queue, the last one coldest; False if they do not."""
+        columns = self._columns()
+        if columns.where[nodes].tobytes().count(_QUEUE) != len(nodes):
+            return False
+        if np.count_nonzero(columns.nexts[nodes[1:]] == nodes[:-1]) != len(nodes) - 1:
+            return False
+        nexts, prevs = self._next, self._prev
+        head, tail = int(nodes[0]), int(nodes[-1])
+        if prevs[0] != head:
+            prev, following = prevs[tail], nexts[head]
+            nexts[prev] = following
+            prevs[following] = prev
+            self._join_hot(head, tail)
+        return True
+
+    def _join_hot(self, head: int, tail: int) -> None:
+        """Puts linked nodes, `tail` the coldest of them, at the hot end."""
+        nexts, prevs = self._next, self._prev
+        last = prevs[0]
+        nexts[last], prevs[tail] = tail, last
+        nexts[head], prevs[0] = 0, head
+
     def _are_hottest(self, slots: Sequence[int]) -> bool:
         """Whether `slots` are what a touch of them would make them: the hot end, in this order."""
         prevs, node = self._prev, 0
@@ -54,6 +98,13 @@ class LRU(ChainQueues, EvictionPolicy):
 
     def _push(self, slots: Sequence[int]) -> None:
         """Links `slots`, which are in no queue, at the hot end: the last one first."""
+        if len(slots) >= self.wide:
+            columns, nodes = self._columns(), self._nodes(slots)
+            columns.nexts[nodes[1:]] = nodes[:-1]
+            columns.prevs[nodes[:-1]] = nodes[1:]
+            columns.where[nodes] = _QUEUE
+            self._join_hot(int(nodes[0]), int(nodes[-1]))
+            return
         nexts, prevs, where = self._next, self._prev, self._where
         last = prevs[0]
         for slot in reversed(slots):
@@ -65,24 +116,92 @@ class LRU(ChainQueues, EvictionPolicy):
         nexts[last] = 0
         prevs[0] = last
 
+    def remove(self, slots: Sequence[int]) -> None:
+        self._front = None
+        super().remove(slots)
+
+    def hide(self, slots: Sequence[int]) -> None:
+        self._front = None
+        super().hide(slots)
+
+    def show(self, slots: Sequence[int]) -> None:
+        self._front = None
+        super().show(slots)
+
     def evicted(self, slots: Sequence[int]) -> None:
-        self.remove(slots)
+        front, self._front = self._front, None
+        if front is not None and len(slots) >= self.wide and slots == front.slots[: len(slots)]:
+            self._drop_front(front, slots)
+        else:
+            self.remove(slots)
+
+    def _drop_front(self, front: _Front, slots: Sequence[int]) -> None:
+        """`remove` for the first of what the search that has just ended has found."""
+        nexts, children, parents, where = self._next, self._children, self._parent, self._where
+        last = len(slots) - 1
+        following = nexts[slots[last] + 1]
+        nexts[0] = following
+        self._prev[following] = 0
+        leaves = [parent for at, parent in front.leaves if at < last]
+        if parents[slots[last] + 1] >= 0:
+            leaves.append(parents[slots[last] + 1])
+        columns, nodes = self._columns(), self._nodes(slots)
+        columns.where[nodes] = _OUT
+        columns.parents[nodes] = -1
+        for parent in leaves:
+            children[parent] -= 1
+            if not children[parent] and where[parent] == _WAITING:
+                self._return(parent)
+        columns.children[nodes] = 0
+        self._held -= len(slots)
 
     def victims(self) -> Iterator[int]:
-        nexts, children, parents, where = self._next, self._children, self._parent, self._where
         gone: dict[int, int] = {}
         at = 0
-        while node := nexts[at]:
-            if (count := children[node]) and count > gone.get(node, 0):
+        while True:
+            found = self._walk(at, gone)
+            if found.slots:
+                self._front = found if not at else self._front
+                at = found.slots[-1] + 1
+                yield from found.slots
+                yield from self._offered(at, gone)
+            elif node := self._next[at]:
                 self._park(node, _WAITING)
-                continue
-            at = node
-            yield node - 1
-            parent = parents[node]
-            if parent < 0:
-                continue
-            if where[parent] == _WAITING:
-                yield from self._ripe(node, gone)
             else:
-                gone[parent] = gone.get(parent, 0) + 1
+                break
         yield from self._blocked(gone)
+
+    def _walk(self, at: int, gone: dict[int, int]) -> _Front:
+        """The next few slots of the queue, from cold to hot, up to one that has to wait for others.
+
+        All but the last are counted as offered in `gone`, as far as anybody will ask.
+        """
+        nexts, children, parents, where = self._next, self._children, self._parent, self._where
+        slots: list[int] = []
+        leaves: list[tuple[int, int]] = []
+        above = -1  # the parent of the slot before
+        while len(slots) < _STEP and (node := nexts[at]):
+            if above >= 0 and above != node:
+                if where[above] == _WAITING:
+                    break
+                gone[above] = gone.get(above, 0) + 1
+                leaves.append((len(slots) - 1, above))
+            count = children[node]
+            if count and (count > 1 or above != node) and count > gone.get(node, 0) + (above == node):
+                if above >= 0 and above != node:
+                    gone[above] -= 1  # `_offered` counts the last one
+                break
+            slots.append(node - 1)
+            above = parents[node]
+            at = node
+        return _Front(slots, leaves)
+
+    def _offered(self, node: int, gone: dict[int, int]) -> Sequence[int]:
+        """The node was offered; the waiting ancestors that come with it."""
+        parent = self._parent[node]
+        if parent < 0:
+            return ()
+        if self._where[parent] == _WAITING:
+            return self._ripe(node, gone)
+        gone[parent] = gone.get(parent, 0) + 1
+        return ()
