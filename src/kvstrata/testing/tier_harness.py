@@ -121,6 +121,11 @@ class TierHarness:
     def _stride(self) -> int:
         return 2 * self.chunk_bytes + 64  # the upper part of each slot is a guard zone
 
+    @property
+    def free_slots(self) -> int:
+        """Chunks that jobs may still name before one has to end."""
+        return len(self._free)
+
     # life cycle
 
     def open(self) -> TierHarness:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstrata.testing.simfs import SimDisk, SimFiles
+from kvstrata.testing.simfs import FaultyFiles, SimDisk, SimFiles
 from kvstrata.testing.tier_harness import NAMESPACE, POISON, TierHarness, chunk_keys, payload_of
 from kvstrata.testing.world_checks import demand
 from kvstrata.tiers.disk import DiskTier
@@ -61,13 +61,17 @@ class _Life:
 
     def __init__(self, disk: SimDisk, seed: int, model: _Model, rng: np.random.Generator) -> None:
         self.disk, self.model, self.rng = disk, model, rng
+        self.files = SimFiles(disk, seed)
+        calls = FaultyFiles(self.files)
+        calls.before = self._overtake
+        self.held = np.random.default_rng([78, seed])
+        self.inside = True
         tier = DiskTier(
-            path=PATH, limit=LIMIT, segment_bytes=SEGMENT, checkpoint_segments=3, files=SimFiles(disk, seed),
-            largest_chunk=1,
+            path=PATH, limit=LIMIT, segment_bytes=SEGMENT, checkpoint_segments=3, files=calls, largest_chunk=1,
         )  # fmt: skip
         self.tier = tier
         kind = _EvenHarness if seed % 2 else TierHarness
-        self.rig = kind(tier, chunk_bytes=max(SIZES), slots=48, seed=seed).open()
+        self.rig = kind(tier, chunk_bytes=max(SIZES), slots=64, seed=seed).open()
         self.keys = chunk_keys(KEYS)
         self.stores: dict[int, tuple[list[OffloadKey], int]] = {}
         self.flushes: dict[int, tuple[set[OffloadKey], dict[OffloadKey, int]]] = {}
@@ -79,19 +83,37 @@ class _Life:
 
     # -- while it lives
 
+    def _overtake(self, call: str) -> None:
+        """A read takes as long as it takes: stores may go by, as many as fill every segment once."""
+        if call != "preadv" or self.inside or self.held.integers(12):
+            return
+        self.inside = True
+        for _ in range(int(self.held.integers(1, 24))):
+            if self.rig.free_slots < 16:  # the tier waits for this read: nothing more can be stored
+                break
+            self._store(self._picked(self.held))
+            for _ in range(6):
+                self.rig.step()
+        self.inside = False
+
+    def _store(self, picked: list[OffloadKey]) -> None:
+        self.variant += 1
+        size = SIZES[self.keys.index(picked[0]) % len(SIZES)]
+        job = self.rig.submit_store(picked, variant=self.variant, length=size)
+        self.stores[job] = picked, self.variant
+        for key in picked:
+            self.model.variants.setdefault(key, set()).add(self.variant)
+            self.model.ever.setdefault(key, set()).add(self.variant)
+            self.model.gone.discard(key)
+
     def step(self) -> None:
         """One call, and some of its I/O."""
-        picked = self._picked()
+        picked = self._picked(self.rng)
+        if self.rig.free_slots < 8:
+            self.rig.settle()
         match int(self.rng.integers(12)):
             case 0 | 1 | 2 | 3 | 4:
-                self.variant += 1
-                size = SIZES[self.keys.index(picked[0]) % len(SIZES)]
-                job = self.rig.submit_store(picked, variant=self.variant, length=size)
-                self.stores[job] = picked, self.variant
-                for key in picked:
-                    self.model.variants.setdefault(key, set()).add(self.variant)
-                    self.model.ever.setdefault(key, set()).add(self.variant)
-                    self.model.gone.discard(key)
+                self._store(picked)
             case 5:
                 self.tier.remove(picked[:1])
                 self.model.removed[picked[0]] = self.variant
@@ -108,14 +130,16 @@ class _Life:
             case 10:
                 job = self._load(picked, odd=int(self.rng.integers(4) == 0))
                 self.loads.add(job)
+        self.inside = False
         for _ in range(int(self.rng.integers(5))):
             self.rig.step()
+        self.inside = True
         self._hear()
         demand(self.disk.allocated(PATH) <= LIMIT, f"its files take {self.disk.allocated(PATH)} bytes of {LIMIT}")
 
-    def _picked(self) -> list[OffloadKey]:
-        first = int(self.rng.integers(KEYS))
-        return [self.keys[(first + 4 * i) % KEYS] for i in range(int(self.rng.integers(1, 5)))]
+    def _picked(self, rng: np.random.Generator) -> list[OffloadKey]:
+        first = int(rng.integers(KEYS))
+        return [self.keys[(first + 4 * i) % KEYS] for i in range(int(rng.integers(1, 5)))]
 
     def _load(self, picked: list[OffloadKey], odd: int = 0) -> int:
         """Ask for keys; `odd`: with a length that is not theirs."""
@@ -199,9 +223,7 @@ class _Life:
         self.model.safe &= held
         match int(self.rng.integers(3)):
             case 0:
-                files = self.tier._files
-                assert isinstance(files, SimFiles)
-                files.kill()
+                self.files.kill()
                 self.model.safe = set(self.model.stored)
             case 1:
                 self.disk.power_cut(seed)
