@@ -29,6 +29,8 @@ class Setup:
     budget: int
     lag: int
     most_running: int
+    copying: int
+    """Percent of the copies under way that move on in one turn."""
     caches: bool
     """Whether the engine finds blocks in its own memory again."""
     store: str
@@ -92,6 +94,7 @@ def draw_config(choices: Choices, layout: Layout, longest: int, *, steady: bool)
         tier_stall_s={} if steady else pick(({}, {}, {"tier0": 6.0}, {"tier0": 0.2})),
         tier_total_s={} if steady else pick(({}, {}, {"tier0": 6.0}, {"tier0": 0.2})),
         min_rate_bytes_per_s=pick((1e9, 2000.0)),
+        silence_s=30.0 if steady else pick((30.0, 30.0, 3.0)),
         job_idle_s=pick((10.0, 3.0)),
         job_total_s=pick((60.0, 5.0)),
         max_fetch_rounds=pick((3, 1)),
@@ -115,7 +118,8 @@ def draw_setup(choices: Choices, *, steady: bool) -> Setup:
         budget=choices.pick((24, 12, 48, 96)),
         lag=choices.pick((0, 0, 1, 2)),
         most_running=choices.pick((3, 2, 4, 1)),
-        caches=not steady and choices.below(3) == 2,
+        copying=choices.pick((60, 60, 12)),
+        caches=not steady and choices.below(2) == 1,
         store=choices.pick(("all", "prompt", "all", "prompt")),
         keep_interval=choices.pick((8, 16, None, 32)),
         pace=(0.001, 0.004) if steady else choices.pick((PACE, PACE, PACE, SLOW_PACE)),

@@ -274,7 +274,7 @@ class SimEngine:
                 continue
             tokens = self._piece(request, budget)
             while (more := self._grow(request, request.num_computed_tokens + tokens)) is None:
-                if self.running == [request] and self._make_way():
+                if self.running == [request] and self._make_way(request):
                     continue
                 victim = self.running[-1]
                 self.preempt(victim)
@@ -315,7 +315,7 @@ class SimEngine:
             had = [list(table) for table in request.tables]
             if self._grow(request, request.num_computed_tokens + tokens) is None:
                 if not scheduled and not self.running:
-                    self._make_way()
+                    self._make_way(request)
                 return
             self.waiting.remove(request)
             request.state = "running"
@@ -325,9 +325,17 @@ class SimEngine:
             fresh.append(SimpleNamespace(block_ids=request.tables, fresh=new))
             budget -= tokens
 
-    def _make_way(self) -> bool:
-        """Of those that were loaded and wait, the youngest gives its blocks back; it is asked about again."""
+    def _make_way(self, asking: SimRequest) -> bool:
+        """Of those that were loaded and wait, the youngest gives its blocks back; it is asked about again.
+
+        Never an older one than who asks, nor that one itself unless somebody older waits to be let in: else two that
+        do not fit side by side would give way to each other for ever.
+        """
+        at = self.waiting.index(asking) if asking in self.waiting else 0
+        shut_out = any(request.state == "waiting" and not any(request.tables) for request in self.waiting[:at])
         for request in reversed(self.waiting):
+            if request is asking and not shut_out:
+                return False
             if request.state == "waiting" and any(request.tables):
                 self._free(request)
                 request.num_computed_tokens = 0

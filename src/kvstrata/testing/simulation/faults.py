@@ -15,7 +15,8 @@ TIER_KINDS = (
 
 WORLD_KINDS = (
     "crash", "limit change", "keys removed", "reset memory", "reset content", "clock jump", "silence", "abort",
-    "preempt", "part taken", "copy failed", "restart", "power cut", "device error", "bit rot", "device full",
+    "preempt", "cache dropped", "part taken", "copy failed", "restart", "power cut", "device error", "bit rot",
+    "device full",
 )  # fmt: skip
 """Faults that strike the whole, the engine, its ranks, or the device below the disk tier."""
 

@@ -1,7 +1,7 @@
 """Which events may strike a request in which states in the simulation: the table that a soak has to fill.
 
-An engine does less than the stateful world (`testing/world_legal.py`): it stores for running requests only, and asks
-about a loading one not at all.
+A pair that is not in it fails the run in which it happens. An engine does less than the stateful world
+(`testing/world_legal.py`): it stores for running requests only, and asks about a loading one not at all.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from kvstrata.testing.coverage import FETCHING, GONE, LOADING, NEW, QUEUED, READ
 WAITING = (RESOLVING, QUEUED, FETCHING)
 ASKED = (*WAITING, READY)
 LIVE = (NEW, *ASKED, LOADING, RUNNING)
-LATER = (*ASKED, LOADING, RUNNING, GONE)
+LATER = (NEW, *ASKED, LOADING, RUNNING, GONE)
 """Where a request may be when something that was begun for it is reported."""
 
 LEGAL: dict[str, tuple[str, ...]] = {
     "poll": (NEW, *ASKED, RUNNING),
     "poll C grown": (NEW, *ASKED, RUNNING),
-    "poll C shrunk": (*ASKED, RUNNING),
+    "poll C shrunk": (NEW, *ASKED, RUNNING),
     "poll n grown": (RUNNING,),
     "extend": (RUNNING,),
     "take all": (READY,),
@@ -28,13 +28,13 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "store begun": (RUNNING,),
     "store ok": LATER,
     "store failed": LATER,
-    "finish": LIVE,
+    "finish": (*LIVE, GONE),
     "probe answered": LATER,
     "probe error": LATER,
     "landed": LATER,
     "failed": LATER,
     "load ended": LATER,
-    "load overdue": (*ASKED, GONE),
+    "load overdue": LATER,
     "tier lost keys": LIVE,
     "breaker opened": LIVE,
     "reset memory_going_away": LIVE,

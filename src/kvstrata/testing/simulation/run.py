@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvstrata.config import config_from_dict
+from kvstrata.core.requests import RequestState
 from kvstrata.integrations.vllm.scheduler import SchedulerSide
 from kvstrata.integrations.vllm.settings import VllmSettings
 from kvstrata.integrations.vllm.shield import Shield
@@ -47,6 +48,8 @@ LEAST_STEPS = 300
 LEAST_REQUESTS = 20
 MOST_TURNS = 3000
 FAMILIES = 3
+AWAY = (16.0, 31.0, 70.0, 4.0)
+"""Seconds that may pass in a turn while the engine does nothing."""
 SHORTEN_MOST = 80
 """Most runs that are spent on making a failing one shorter."""
 
@@ -97,6 +100,8 @@ class Simulation:
         self.sim_tiers: list[SimTier] = []
         self.made = 0
         self.names = 0
+        self.away = 0
+        """Turns for which the engine still does nothing."""
         self.history: list[list[int]] = []
         """Tokens of finished requests, for the next turn of a conversation."""
         self.namespace_epoch = 0
@@ -252,8 +257,11 @@ class Simulation:
     def turn(self) -> None:
         """A little time passes, and everybody does something."""
         choices = self.choices
-        dt = choices.pick(self.setup.pace)
-        self.clock.advance(dt)
+        self.clock.advance(choices.pick(AWAY if self.away else self.setup.pace))
+        if self.away:
+            self.away -= 1
+            self._tiers_work()
+            return
         if len(self.engine.requests) < 6 and self.made - self.finished < 9 and choices.below(2) == 0:
             self.new_request()
         if not self.steady:
@@ -264,7 +272,7 @@ class Simulation:
         if self.engine.requests or self.engine.leaving or self.engine.scheduler.pending:
             self.engine.step()
         for copier in self.copiers:
-            copier.progress(60)
+            copier.progress(self.setup.copying)
         self.driver.pump()
 
     def _tiers_work(self) -> None:
@@ -314,7 +322,7 @@ class Simulation:
     def _strike(self) -> None:
         kinds = (
             "crash", "limit change", "keys removed", "reset memory", "reset content", "clock jump", "silence",
-            "abort", "preempt", "device error", "bit rot", "device full", "restart", "power cut",
+            "abort", "preempt", "cache dropped", "device error", "bit rot", "device full", "restart", "power cut",
         )  # fmt: skip
         if self.choices.below(3):
             return
@@ -329,7 +337,8 @@ class Simulation:
             case "crash" | "limit change" | "keys removed":
                 return self._strike_tier(kind)
             case "reset memory":
-                return choices.below(2) == 0 and self.reset(ResetReason.MEMORY_GOING_AWAY)
+                fetching = any(r.state is RequestState.FETCHING for r in self.manager._core.requests.values())
+                return (fetching or choices.below(2) == 0) and self.reset(ResetReason.MEMORY_GOING_AWAY)
             case "reset content":
                 return self.reset(ResetReason.CONTENT_INVALID)
             case "clock jump":
@@ -338,17 +347,24 @@ class Simulation:
             case "silence":
                 if choices.below(2):
                     return False
-                self.clock.advance(choices.pick((31.0, 70.0, 200.0)))
+                self.away = choices.pick((2, 3, 5))
             case "abort":
                 victims = list(self.engine.requests.values())
                 if not victims:
                     return False
-                self.engine.abort(choices.pick(victims))
+                loading = [request for request in victims if request.state == "loading"]
+                self.engine.abort(choices.pick(loading if loading and choices.below(2) else victims))
                 self.made -= 1
             case "preempt":
                 if not self.engine.running:
                     return False
-                self.engine.preempt(choices.pick(self.engine.running))
+                victims = list(reversed(self.engine.running))
+                for victim in victims if choices.below(2) else [choices.pick(victims)]:
+                    self.engine.preempt(victim)
+            case "cache dropped":
+                if not self.engine.pool.cached:
+                    return False
+                self.engine.pool.clear()
             case "restart" | "power cut":
                 if choices.below(2) or (kind == "power cut" and not self.disks):
                     return False
@@ -450,7 +466,7 @@ class Simulation:
         raise AssertionError("requests or jobs are still there although everything is well")
 
     def _settle(self) -> None:
-        for _ in range(60):
+        for _ in range(2000):  # jobs that are left when time jumps would be overdue
             done = 0
             for tier in self.tiers:
                 done += tier.work(100) if isinstance(tier, SimDiskTier) else tier.work()

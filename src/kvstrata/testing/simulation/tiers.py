@@ -29,11 +29,11 @@ from kvstrata.types import (
 
 LOAD_FAULTS = (
     "late", "lost", "partial", "corrupt", "failed", "vanished", "stall", "cancelled", "duplicate", "scribble",
-    "corrupt", "vanished", "scribble", "corrupt", "vanished", "scribble",
+    "corrupt", "vanished", "scribble", "corrupt", "vanished", "scribble", "corrupt", "scribble", "scribble",
 )  # fmt: skip
 """The last ones again: they can strike nothing but loads."""
 STORE_FAULTS = ("late", "lost", "partial", "full", "failed", "stall", "cancelled", "duplicate")
-PROBE_FAULTS = ("late", "probe error", "probe lost", "probe unknown", "stall")
+PROBE_FAULTS = ("late", "probe error", "probe lost", "probe unknown", "stall", "probe error")
 _PASSING = (FailCause.IO_ERROR, FailCause.TIMEOUT, FailCause.REFUSED)
 _LATE_S = (3.0, 0.4, 12.0, 70.0)
 
@@ -106,7 +106,8 @@ class SimTier(ScriptedTier):
             case "probe lost":
                 self.later(1e6, probe.finish)
             case "probe error":
-                self.later(self._wait(), lambda: probe.finish(error=FailCause.IO_ERROR))
+                wait = self._wait() * self.choices.pick((1, 10))
+                self.later(wait, lambda: probe.finish(error=FailCause.IO_ERROR))
             case "probe unknown":
                 said = dict.fromkeys(self.choices.some(probe.keys), Presence.UNKNOWN)
                 self.later(self._wait(), lambda: probe.finish(said))

@@ -29,6 +29,7 @@ from kvstrata.layout.groups import Layout
 from kvstrata.testing.coverage import Coverage, state_name
 from kvstrata.testing.oracle import fits, oracle
 from kvstrata.testing.simulation.content import Content
+from kvstrata.testing.simulation.legal import LEGAL
 from kvstrata.testing.simulation.shadow import Shadow
 from kvstrata.testing.simulation.watch_checks import check_events, check_holders, check_jobs
 from kvstrata.testing.world_checks import SLACK, demand
@@ -122,6 +123,7 @@ class WatchedManager(TieringOffloadingManager):
                 record = core.requests.get(name)
                 if record is None or record.state is not RequestState.QUEUED:
                     wait.mark = now
+            self._note_due(now)
         before = (core.counters.clock_expired, core.counters.silences, len(core.commands), len(core.ledger))
         super().advance(now)
         if not passed:
@@ -141,12 +143,23 @@ class WatchedManager(TieringOffloadingManager):
         if request.state in (*WAITING, RequestState.READY) and request.last_poll + self.config.silence_s <= now:
             self._strike("silence", request)
 
+    def _due(self, job: WatchedJob) -> float:
+        return min(job.progressed + self.config.job_idle_s, job.since + self.config.job_total_s)
+
+    def _note_due(self, now: float) -> None:
+        """In which state a request is when a load for it becomes overdue."""
+        for job_id, job in self.jobs.items():
+            if job.load and job.open and not job.overdue and self._due(job) <= now:
+                known = self._core.ledger.get(job_id)
+                if known is not None:
+                    self._strike("load overdue", self._core.requests.get(known.request_id))
+
     def _bounds(self) -> None:
         """Jobs are overdue exactly when they are; whoever still waits is within its clocks."""
-        now, config = self._core.now, self.config
+        now = self._core.now
         for job_id, job in self.jobs.items():
-            due = min(job.progressed + config.job_idle_s, job.since + config.job_total_s)
             if not job.overdue and job.open:
+                due = self._due(job)
                 known = self._core.ledger.get(job_id)
                 demand(known is not None, f"job {job_id} is with its tier, but the core has forgotten it")
                 late = known is not None and known.overdue
@@ -155,8 +168,6 @@ class WatchedManager(TieringOffloadingManager):
                 if late:
                     job.overdue = True
                     self.coverage.note("jobs overdue")
-                    if job.load and known is not None:
-                        self._strike("load overdue", self._core.requests.get(known.request_id))
         self._overdue_mark()
         for name, wait in self.clocks.items():
             record = self._core.requests.get(name)
@@ -549,4 +560,6 @@ class WatchedManager(TieringOffloadingManager):
         demand(len(core.verdicts) <= self.config.max_verdicts, f"{len(core.verdicts)} verdicts are kept")
 
     def _strike(self, event: str, record: Request | None) -> None:
-        self.coverage.strike(event, state_name(record))
+        state = state_name(record)
+        demand(state in LEGAL[event], f"{event} strikes a request that is {state}: that was thought impossible")
+        self.coverage.strike(event, state)
