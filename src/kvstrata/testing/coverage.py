@@ -66,7 +66,9 @@ class Coverage:
         pairs = [(event, state) for event, states in legal.items() for state in states]
         event, state = least = min(pairs, key=lambda pair: self.pairs[pair])
         struck = sum(self.pairs[pair] > 0 for pair in pairs)
-        return f"{struck} of {len(pairs)} legal pairs struck, least often {event} x {state}: {self.pairs[least]}"
+        text = f"{struck} of {len(pairs)} legal pairs struck, least often {event} x {state}: {self.pairs[least]}"
+        never = ", ".join(f"{event} x {state}" for event, state in pairs if not self.pairs[(event, state)])
+        return f"{text}; never: {never}" if never else text
 
     def table(self, legal: Mapping[str, tuple[str, ...]]) -> str:
         """All counts as text; "-" where a pair is not legal and did not happen."""

@@ -38,6 +38,10 @@ class Content:
         self._chunks: dict[OffloadKey, tuple[bytes, ...]] = {}
         """Per key the block hashes of the blocks that are kept of the chunk."""
         self._parts: dict[OffloadKey, list[ChunkPart]] = {}
+        self._good: dict[OffloadKey, tuple[bytes, int]] = {}
+        """Per key the last bytes of its chunk that were found right, and for which epoch."""
+        self._good_pages: dict[tuple[bytes, int, int, int], tuple[bytes, int]] = {}
+        """The same by page: block hash, group, layer and rank."""
 
     # -- keys
 
@@ -83,6 +87,16 @@ class Content:
         rank = 0 if self.shape.groups[g].replicated else rank
         return block_hash + bytes((g, layer, rank)) + epoch.to_bytes(4, "big")
 
+    def right_page(self, page: bytes, block_hash: bytes, g: int, layer: int, rank: int) -> bool:
+        """Whether a page of the accelerator is what belongs there now."""
+        name = block_hash, g, layer, rank
+        if self._good_pages.get(name) == (page, self.epoch):
+            return True
+        if not self.right(page, self.meaning(*name, self.epoch)):
+            return False
+        self._good_pages[name] = page, self.epoch
+        return True
+
     def right(self, page: bytes, meaning: bytes) -> bool:
         """Whether a page is whole and for this."""
         unit = page[:UNIT]
@@ -121,10 +135,16 @@ class Content:
         """What is wrong with the bytes of a chunk; empty if nothing is."""
         if key not in self._chunks:
             return "nobody has computed this key"
-        tail = (self.epoch if epoch is None else epoch).to_bytes(4, "big")
+        epoch = self.epoch if epoch is None else epoch
+        if self._good.get(key) == (payload, epoch):
+            return ""
+        tail = epoch.to_bytes(4, "big")
         end = 0
         for part in self._parts_of(key):
             end = part.at + part.size
             if not self.right(payload[part.at : end], part.meaning + tail):
                 return f"wrong bytes at {part.at}"
-        return "" if len(payload) == end else f"{len(payload)} bytes, not {end}"
+        if len(payload) != end:
+            return f"{len(payload)} bytes, not {end}"
+        self._good[key] = payload, epoch
+        return ""

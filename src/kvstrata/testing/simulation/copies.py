@@ -45,6 +45,8 @@ class SimCopier:
         self._done: list[Done] = []
         self.choices: Choices = Choices()
         self.fail_percent = 0
+        self.events = 0
+        """Groups of blocks that were moved."""
         self.on_failure: Callable[[], None] = lambda: None
 
     def load(self, job_id: int, pieces: Sequence[Piece]) -> None:
@@ -80,6 +82,7 @@ class SimCopier:
         if self._source(move.piece, job.load) != move.before:
             what = "a load's slot" if job.load else "a store's source block"
             raise AssertionError(f"{what} was written before its copy was taken (job {job.job_id}, rank {self._rank})")
+        self.events += 1
         call = self._real.load if job.load else self._real.store
         call(job.job_id, [move.piece])
         for done in self._real.finished():

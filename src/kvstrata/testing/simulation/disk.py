@@ -40,6 +40,8 @@ class SimDiskTier:
         self.must: set[OffloadKey] = set()
         """What the next process has to find."""
         self.rotten = False
+        self.events = 0
+        """Device I/O that was done."""
         self._puts = 0
         self.tier: DiskTier
         self.executor: ManualExecutor
@@ -107,8 +109,9 @@ class SimDiskTier:
         while self.executor.pending and self.choices.chance(percent):
             self.executor.run_at(self.choices.below(self.executor.pending))
             done += 1
-        demand(not self.executor.raised, f"{self.name}: a task raised {self.executor.raised[:1]}")
-        self.check_limit()
+            demand(not self.executor.raised, f"{self.name}: a task raised {self.executor.raised[:1]}")
+            self.check_limit()
+        self.events += done
         return done
 
     def check_limit(self) -> None:

@@ -44,6 +44,8 @@ class SimRequest:
     boundary: int = 0
     received: int = 0
     failed: bool = False
+    told: bool = False
+    """It has been answered since it was last let in."""
     stale: bool = False
     """The engine flushed its cache while the load was under way: what comes is not used."""
 
@@ -71,6 +73,8 @@ class SimEngine:
         self.leaving: dict[str, SimRequest] = {}
         """Aborted requests whose load is under way: their blocks are still being written."""
         self.finished = 0
+        self.events = 0
+        """Forward passes of a request."""
         self.computed_tokens = 0
         self.loaded_tokens = 0
         self.on_finish: Callable[[SimRequest], None] = lambda request: None
@@ -302,7 +306,9 @@ class SimEngine:
                 return
             if request.num_computed_tokens == 0 and not any(request.tables):
                 if len(self.running) + self._loading >= self.most:
-                    self._ask(request)  # an engine looks through its whole queue before it admits anybody
+                    # An engine may look through its whole queue before it admits anybody.
+                    if not request.told or self.choices.below(3) == 2:
+                        request.told = self._ask(request) is not None
                     continue
                 if blocked or not self._admit(request):
                     blocked = True  # nobody behind it is let in; those that were loaded go on
@@ -369,6 +375,7 @@ class SimEngine:
         hit = self._matched(request, computed)
         if hit is None:
             return True
+        request.told = False
         tokens = hit
         if hit and self.faults.meets(self.choices, ("part taken",)):
             tokens = self.choices.pick((0, self.choices.below(hit + 1)))
@@ -494,6 +501,7 @@ class SimEngine:
         """Read what attention reaches, write what is computed."""
         begin, end = request.num_computed_tokens, request.num_computed_tokens + tokens
         self.computed_tokens += tokens
+        self.events += 1
         for g, group in enumerate(self.shape.groups):
             size, table = group.tokens_per_block, request.tables[g]
             for i in consumed_by(self.layout.groups[g], size, 0, begin) or () if begin else ():

@@ -68,11 +68,10 @@ class Memory:
     def demand_right(self, what: str, g: int, block: int, block_hash: bytes) -> None:
         """A computation reads this block: it must hold what belongs there, on every rank."""
         demand(block != NULL, f"{what}: group {g} reads a block that it does not have")
-        content = self.content
+        right = self.content.right_page
         for rank, tensors in enumerate(self.tensors):
             for number, layer in enumerate(self.shape.groups[g].layers):
-                page = tensors[number][block, : layer.page].tobytes()
-                if not content.right(page, content.meaning(block_hash, g, number, rank, content.epoch)):
+                if not right(tensors[number][block, : layer.page].tobytes(), block_hash, g, number, rank):
                     raise AssertionError(
                         f"{what}: group {g} reads wrong bytes in block {block}, layer {number}, rank {rank}"
                     )

@@ -72,6 +72,9 @@ class Outcome:
 
     seed: int
     steps: int
+    """Events that were applied: by the core, the device, copiers, computations, faults."""
+    core_steps: int
+    """Those of the core alone."""
     requests: int
     promoted: int
     consumed: int
@@ -105,7 +108,7 @@ class Simulation:
         self.history: list[list[int]] = []
         """Tokens of finished requests, for the next turn of a conversation."""
         self.namespace_epoch = 0
-        self.steps_before = 0
+        self.steps_before = self.world_before = 0
         self.promoted_before = self.consumed_before = self.finished_before = 0
         self._make_tiers()
         self.say(f"{self.setup}, faults {self.faults.rate} % of {sorted(self.faults.allowed)}")
@@ -236,8 +239,14 @@ class Simulation:
 
     @property
     def steps(self) -> int:
-        """Events that were applied so far."""
+        """Events that the core applied so far."""
         return self.steps_before + self.manager.steps
+
+    @property
+    def world_steps(self) -> int:
+        """Events beside the core so far: device I/O, moved blocks, forward passes, faults of the whole."""
+        parts = [self.engine.events, *(copier.events for copier in self.copiers)]
+        return self.world_before + sum(parts) + sum(disk.events for disk in self.disks.values())
 
     @property
     def finished(self) -> int:
@@ -248,8 +257,8 @@ class Simulation:
         """What it amounted to."""
         counters = self.manager._core.counters
         return Outcome(
-            self.seed, self.steps, self.finished, self.promoted_before + counters.promoted,
-            self.consumed_before + counters.consumed, turns, self.digest,
+            self.seed, self.steps + self.world_steps, self.steps, self.finished,
+            self.promoted_before + counters.promoted, self.consumed_before + counters.consumed, turns, self.digest,
         )  # fmt: skip
 
     # -- turns
@@ -329,6 +338,7 @@ class Simulation:
         kind = self.faults.meets(self.choices, kinds)
         if kind and self._happen(kind):
             self.say(f"fault: {kind}")
+            self.world_before += 1
             self.faults.strike(kind)
 
     def _happen(self, kind: str) -> bool:
@@ -411,7 +421,8 @@ class Simulation:
         """The process dies; another one opens what its tiers have kept, and clients ask again."""
         self.say("power cut" if power else "restart")
         counters = self.manager._core.counters
-        self.steps_before += self.manager.steps + 1
+        self.steps_before += self.manager.steps
+        self.world_before += self.engine.events + sum(copier.events for copier in self.copiers)
         self.promoted_before += counters.promoted
         self.consumed_before += counters.consumed
         self.finished_before += self.engine.finished

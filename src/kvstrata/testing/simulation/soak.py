@@ -6,6 +6,7 @@ python -m kvstrata.testing.simulation 1000 --from 0 --jobs 2
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 from collections import Counter
@@ -49,11 +50,16 @@ class Sums:
         seeds = len(self.outcomes) + len(self.failures)
         parts = [f"soak: {seeds} seeds from {first}, {len(self.failures)} violations"]
         if counted:
-            names = ("steps", "requests", "promoted", "consumed")
-            middle = ", ".join(f"{median(getattr(each, name) for each in counted):g} {name}" for name in names)
+            names = ("steps", "core_steps", "requests", "promoted", "consumed")
+            middle = ", ".join(
+                f"{median(getattr(each, name) for each in counted):g} {name.replace('_', ' ')}" for name in names
+            )
             parts.append(f"median of the {len(counted)} seeds with a promotion: {middle}")
-        steps = sum(outcome.steps for outcome in self.outcomes)
-        parts.append(f"{steps} steps, {steps / max(self.cpu_s, 1e-9):.0f} per second and core")
+        steps, core_steps = (sum(getattr(each, name) for each in self.outcomes) for name in ("steps", "core_steps"))
+        cpu = max(self.cpu_s, 1e-9)
+        parts.append(
+            f"{steps} steps, {steps / cpu:.0f} per second and core ({core_steps} of the core, {core_steps / cpu:.0f})"
+        )
         least = min(KINDS, key=lambda kind: self.struck[kind])
         parts.append(
             f"{sum(self.struck[kind] > 0 for kind in KINDS)} of {len(KINDS)} kinds of fault, "
@@ -66,6 +72,8 @@ class Sums:
 def run_seeds(seeds: Iterable[int]) -> Sums:
     """Run these seeds in this process."""
     sums = Sums()
+    gc.freeze()  # what is imported stays; a seed makes little that refers to itself
+    gc.set_threshold(50_000, 20, 50)
     begun = os.times()
     for seed in seeds:
         try:

@@ -30,6 +30,7 @@ from kvstrata.testing.coverage import Coverage, state_name
 from kvstrata.testing.oracle import fits, oracle
 from kvstrata.testing.simulation.content import Content
 from kvstrata.testing.simulation.legal import LEGAL
+from kvstrata.testing.simulation.recount import recount
 from kvstrata.testing.simulation.shadow import Shadow
 from kvstrata.testing.simulation.watch_checks import check_events, check_holders, check_jobs
 from kvstrata.testing.world_checks import SLACK, demand
@@ -62,6 +63,7 @@ class WatchedJob:
     progressed: float
     open: set[int]
     overdue: bool = False
+    overdue_since: float = 0.0
     cancelled: bool = False
 
 
@@ -101,6 +103,8 @@ class WatchedManager(TieringOffloadingManager):
         self.listeners: dict[int, Callable[[TierEvent, WatchedJob | None], None]] = {}
         """Who else wants to hear what a tier reports."""
         self._ids: set[int] = set()
+        self._decided: set[int] = set()
+        """Loads that were decided, but not handed over yet, when time moved last."""
         self._say = say
         self._since_full = 0
         self.held_before = 0
@@ -115,19 +119,20 @@ class WatchedManager(TieringOffloadingManager):
     def advance(self, now: float) -> None:
         """Let the waits go on, and see that whoever is due was served."""
         core = self._core
-        passed = max(now - core.now, 0.0)
-        if passed:
-            for request in core.requests.values():
-                self._pass(request, passed, now)
-            for name, wait in self.clocks.items():
-                record = core.requests.get(name)
-                if record is None or record.state is not RequestState.QUEUED:
-                    wait.mark = now
-            self._note_due(now)
+        passed = now - core.now
+        if passed <= 0.0:
+            super().advance(now)
+            return
+        for request in core.requests.values():
+            self._pass(request, passed, now)
+        for name, wait in self.clocks.items():
+            record = core.requests.get(name)
+            if record is None or record.state is not RequestState.QUEUED:
+                wait.mark = now
+        self._note_due(now)
+        self._decided = {c.job.job_id for c in core.commands if isinstance(c, SubmitLoad)}
         before = (core.counters.clock_expired, core.counters.silences, len(core.commands), len(core.ledger))
         super().advance(now)
-        if not passed:
-            return
         self._bounds()
         after = (core.counters.clock_expired, core.counters.silences, len(core.commands), len(core.ledger))
         if before != after:
@@ -166,7 +171,7 @@ class WatchedManager(TieringOffloadingManager):
                 demand(late or due > now, f"job {job_id} is overdue since {due}, and nobody says so")
                 demand(not late or due <= now, f"job {job_id} counts as overdue before its time")
                 if late:
-                    job.overdue = True
+                    job.overdue, job.overdue_since = True, now
                     self.coverage.note("jobs overdue")
         self._overdue_mark()
         for name, wait in self.clocks.items():
@@ -247,7 +252,11 @@ class WatchedManager(TieringOffloadingManager):
         )
         self._strike("poll n grown" if total > record.total and record.total else event, record)
         touched = core.counters.keys_gathered, core.counters.resolves
+        stood = (record.boundary, record.cause) if same and was is RequestState.READY else None
         answer = super().poll(request_id, computed, total)
+        if stood == (record.boundary, record.cause) and record.state is RequestState.READY:
+            demand(answer.hit == record.hit, f"{request_id}: told {answer.hit}, was told {record.hit}")
+            return answer  # the same answer again: what it promises is looked at when it is taken
         if answer.hit is None:
             if same and was in WAITING and record.state is was and was is not RequestState.QUEUED:
                 demand(
@@ -423,7 +432,9 @@ class WatchedManager(TieringOffloadingManager):
         demand(
             moving <= limit or not others, f"tier {command.tier}: {moving} bytes are handed over, the share is {limit}"
         )
-        if load and any(other.overdue for other in others):
+        # What was decided before time moved was decided when nothing was overdue yet.
+        early = now if job.job_id in self._decided else float("inf")
+        if load and any(other.overdue and other.overdue_since < early for other in others):
             trials = [other for other in others if not other.overdue and other.open]
             demand(
                 not trials and len(job.keys) == 1, f"tier {command.tier} has overdue loads and gets more than a trial"
@@ -542,6 +553,7 @@ class WatchedManager(TieringOffloadingManager):
     def _step(self, what: str) -> None:
         self.steps += 1
         self._since_full += 1
+        recount(self)
         if self._since_full >= FULL_EVERY:
             self.full_check()
 
