@@ -169,7 +169,7 @@ def test_the_doctor_finds_a_good_place(tmp_path: Path, monkeypatch: pytest.Monke
         "shared memory: a trial of",
         "vLLM: ",
         "hash seed: is ",
-        "disk: limit 67108864, ",
+        f"disk: {tmp_path / 'kv'}: limit 67108864, ",
         "disk: direct I/O works",
         "disk: writes ",
         "disk: self-test: what was written was read back",
@@ -218,10 +218,21 @@ def test_the_doctor_names_a_place_without_direct_io_and_a_full_one(
 
 
 def test_the_doctor_does_not_ignore_what_it_is_given() -> None:
-    with pytest.raises(ConfigError, match="add --dir"):
-        doctor(limit="5GB")
+    with pytest.raises(ConfigError, match="--limit: "):
+        doctor(limit="5 parsecs")
     with pytest.raises(ConfigError, match="--config says all"):
         doctor(config=Path("x.json"), size="1GiB")
+
+
+def test_the_doctor_looks_where_the_plug_in_would_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvstrata.cli.doctor.SPEED_BYTES", 4 << 20)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    doctor(size="32MiB")
+    said = capsys.readouterr().out
+    assert f"disk: {tmp_path / 'kvstrata'}" in said
+    assert "disk: self-test: what was written was read back" in said
 
 
 class Hopeless(MemoryTier):

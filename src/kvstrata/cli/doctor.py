@@ -14,9 +14,10 @@ from typing import Annotated
 
 import typer
 
-from kvstrata.config import Config, TierConfig, config_from_dict, load_config, parse_size
+from kvstrata.config import Config, TierConfig, config_from_dict, load_config
 from kvstrata.errors import ConfigError, KVStrataError
 from kvstrata.integrations.vllm.identity import hash_seed
+from kvstrata.integrations.vllm.settings import default_tier
 from kvstrata.integrations.vllm.stack import ladder_doubts, tier_options
 from kvstrata.integrations.vllm.versions import TESTED, installed_version, is_tested
 from kvstrata.primary.limits import read_memory_rooms, tightest
@@ -61,15 +62,13 @@ def doctor(
     config: Annotated[Path | None, typer.Option(help="Configuration file (.json, .toml, .yaml).")] = None,
     size: Annotated[str, typer.Option(help="Size of primary, as 8GiB, where there is no file.")] = "",
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Folder of the disk tier, where there is no file.")
+        Path | None, typer.Option("--dir", help="Folder of the disk tier; the plug-in's usual one by default.")
     ] = None,
-    limit: Annotated[str, typer.Option(help="Limit of the disk tier, as 200GB.")] = "",
+    limit: Annotated[str, typer.Option(help="Limit of the disk tier, as 200GB; the plug-in's rule by default.")] = "",
 ) -> None:
     """Check the machine and a configuration: memory, folder, direct I/O, space, speed, vLLM, hash seed, tiers."""
     if config is not None and (size or directory is not None or limit):
         raise ConfigError("doctor: --config says all; leave out --size, --dir and --limit")
-    if limit and directory is None:
-        raise ConfigError("doctor: --limit is the limit of a folder; add --dir")
     settings = load_config(config) if config is not None else _given(size, directory, limit)
     worst = Verdict.OK
     for finding in examine(settings):
@@ -80,16 +79,10 @@ def doctor(
 
 
 def _given(size: str, directory: Path | None, limit: str) -> Config:
-    table: dict[str, object] = {}
-    if size:
-        table["primary"] = {"size": size}
-    if directory is not None:
-        entry: dict[str, object] = {"type": "disk", "path": str(directory)}
-        bytes_ = parse_size(limit, "--limit") if limit else None
-        if bytes_ is not None:
-            entry["limit"] = bytes_
-        table["tiers"] = [entry]
-    return config_from_dict(table)
+    """What the vLLM plug-in makes of the same options: one disk tier, in its usual folder if none is named."""
+    config = config_from_dict({"primary": {"size": size}} if size else {})
+    tier = default_tier(config.primary.size, directory, limit, "--limit")
+    return Config(primary=config.primary, core=config.core, tiers=(tier,))
 
 
 def examine(config: Config, clock: Clock | None = None) -> Iterator[Finding]:
@@ -187,7 +180,7 @@ def _folder(name: str, path: Path, limit: int | None, clock: Clock) -> Iterator[
     elif limit > free:
         yield Finding(Verdict.WARN, name, f"limit {limit} is above the {free} bytes that are free", "a lower limit")
     else:
-        yield Finding(Verdict.OK, name, f"limit {limit}, {free} bytes free")
+        yield Finding(Verdict.OK, name, f"{path}: limit {limit}, {free} bytes free")
     yield from _speed(name, place, clock)
 
 

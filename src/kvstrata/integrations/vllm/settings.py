@@ -81,20 +81,18 @@ def _config(extra: Mapping[str, Any]) -> Config:
         raise ConfigError(f"kv_connector_extra_config.{error}") from error
     if "tiers" in extra:
         return config
-    tier = _default_tier(extra, config.primary.size)
+    folder = Path(str(extra["dir"])) if "dir" in extra else None
+    tier = default_tier(config.primary.size, folder, extra.get("limit", ""), "kv_connector_extra_config.limit")
     return Config(primary=config.primary, core=config.core, tiers=(tier,))
 
 
-def _default_tier(extra: Mapping[str, Any], primary: int) -> TierConfig:
-    path = Path(str(extra.get("dir", default_directory())))
-    limit: int | None
-    if "limit" in extra:
-        limit = parse_size(extra["limit"], "kv_connector_extra_config.limit")
-    else:
-        limit = min(DISK_FACTOR * primary, _free_bytes(path) // 2)
+def default_tier(primary: int, folder: Path | None, limit: object, option: str) -> TierConfig:
+    """The disk tier below `primary` bytes where no tiers are configured; folder and limit unless given (None, "")."""
+    path = default_directory() if folder is None else folder
+    bytes_ = min(DISK_FACTOR * primary, _free_bytes(path) // 2) if limit == "" else parse_size(limit, option)
     options: dict[str, Any] = {"path": str(path)}
-    if limit is not None:
-        options["limit"] = ByteSize(limit)
+    if bytes_ is not None:
+        options["limit"] = ByteSize(bytes_)
     return TierConfig(type="disk", name="disk", options=options)
 
 
