@@ -71,7 +71,7 @@ $(SERVICES_STAMP): $(DEV_STAMP) tools/services.sh
 
 .PHONY: test-services
 test-services: $(SERVICES_STAMP) ## Run the tests against real servers on loopback (Redis, S3, Mooncake); installs them if it may
-	tools/services.sh
+	VENV="$(VENV)" tools/services.sh
 	$(PYTEST) -m "services" tests/services $(ARGS)
 
 .PHONY: check

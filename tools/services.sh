@@ -2,7 +2,18 @@
 # Install the servers of tests/services that are Debian packages: redis-server, libibverbs1, which Mooncake
 # needs, and iproute2 for tests with network namespaces. Only where this runs as root and they
 # are missing; otherwise say what to install and go on: the tests skip what they cannot find.
+# Azurite, the stand-in for Azure's Blob service, comes from npm, where that is installed, into the environment's folder.
 set -euo pipefail
+
+azurite="${VENV:-.venv}/azurite"
+if [[ ! -x $azurite/node_modules/.bin/azurite-blob ]]; then
+    if command -v npm >/dev/null; then
+        npm install --prefix "$azurite" --silent --no-audit --no-fund azurite@3.37.0 ||
+            echo "services: azurite could not be installed" >&2
+    else
+        echo "services: not installed: azurite (it needs npm)" >&2
+    fi
+fi
 
 missing=()
 command -v ip >/dev/null || missing+=(iproute2)

@@ -35,6 +35,14 @@ def s3_server(tmp_path: Path) -> Iterator[S3Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One server for all contract tests of a module; each has a prefix of its own."""
+    find_server("object")
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
 @pytest.fixture
 def mooncake_server(tmp_path: Path) -> Iterator[MooncakeServer]:
     """A fresh Mooncake master."""

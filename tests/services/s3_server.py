@@ -1,7 +1,9 @@
 """moto's S3 server with one bucket, as a process of its own: `python s3_server.py PORT BUCKET`.
 
 In front of it sits a layer that counts requests by method, and delays or refuses them when told to by a POST to
-/__control/behave {"delay_s": 0.02, "refuse": 0}. GET /__control/counts gives the counts.
+/__control/behave {"delay_s": 0.02, "refuse": 0}. GET /__control/counts gives the counts. GCS's condition "only if there
+is no such object" is translated into S3's, and its token, or none, into a signature: what the object tier uses of the
+two protocols differs in nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, run_simple
 
 Start = Callable[..., Any]
+SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+"""What a request looks like that S3's own clients have signed; moto looks at nothing but its service."""
 
 
 class Front:
@@ -51,6 +55,10 @@ class Front:
             if self.refuse:
                 start("503 Slow Down", [("Content-Length", "0")])
                 return [b""]
+            if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", "") == "0":
+                environ["HTTP_IF_NONE_MATCH"] = "*"
+            if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS"):
+                environ["HTTP_AUTHORIZATION"] = SIGNED
             return list(self.inner(environ, start))
         finally:
             with self.lock:

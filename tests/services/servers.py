@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
 import json
 import os
 import shutil
@@ -12,8 +14,11 @@ import sys
 import threading
 import time
 import urllib.request
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+
+from obstore.store import AzureStore
 
 START_S = 30.0
 PAUSE_S = 0.02
@@ -218,7 +223,7 @@ class RedisServer(Server):
 class S3Server(Server):
     """moto's S3 server behind `s3_server.py`, which counts requests and can be slow or refuse."""
 
-    BUCKET = "kv-bucket"
+    BUCKET = "kvbucket"
 
     def command(self) -> list[str]:
         return [sys.executable, str(Path(__file__).with_name("s3_server.py")), str(self.port), self.BUCKET]
@@ -241,6 +246,15 @@ class S3Server(Server):
         """Where it is."""
         return f"http://127.0.0.1:{self.port}"
 
+    def gcs_account(self, place: Path) -> Path:
+        """A file that stands for a GCS service account, by which `gs://` leads here."""
+        fields = {"gcs_base_url": self.endpoint, "disable_oauth": True}
+        names = ("client_email", "private_key", "private_key_id")
+        path = place / "account.json"
+        path.touch(0o600)
+        path.write_text(json.dumps({**fields, **dict.fromkeys(names, "")}))
+        return path
+
     def _ask(self, what: str, **fields: float) -> Any:
         data = json.dumps(fields).encode() if fields else None
         with urllib.request.urlopen(f"{self.endpoint}/__control/{what}", data, timeout=5) as answer:
@@ -257,6 +271,75 @@ class S3Server(Server):
     def behave(self, *, delay_s: float = 0.0, refuse: bool = False) -> None:
         """How requests are answered from now on; counts start anew."""
         self._ask("behave", delay_s=delay_s, refuse=float(refuse))
+
+
+class AzureServer(Server):
+    """Azurite, Microsoft's own stand-in for its Blob service, with one container; from npm."""
+
+    CONTAINER = "kv-container"
+    ACCOUNT = "devstoreaccount1"
+    KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+    """Of the account that every Azurite has; no secret."""
+
+    @classmethod
+    def program(cls) -> str | None:
+        """Where tools/services.sh puts it, or on the path."""
+        beside = Path(sys.prefix) / "azurite" / "node_modules" / ".bin" / "azurite-blob"
+        return str(beside) if beside.exists() and shutil.which("node") else shutil.which("azurite-blob")
+
+    @classmethod
+    def version(cls) -> str:
+        """What it says of itself."""
+        program = cls.program()
+        assert program is not None
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        return f"azurite {said.strip()}"
+
+    def command(self) -> list[str]:
+        program = self.program()
+        assert program is not None
+        fixed = ["--blobHost", "127.0.0.1", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
+        return [program, "--blobPort", str(self.port), "--silent", *fixed]
+
+    def answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 0.2).close()
+        except OSError:
+            return False
+        return True
+
+    def start(self) -> None:
+        """With the container, which only a signed request makes."""
+        super().start()
+        path, date = f"{self.ACCOUNT}/{self.CONTAINER}", formatdate(usegmt=True)
+        said = f"PUT{12 * chr(10)}x-ms-date:{date}\nx-ms-version:2021-12-02\n/{self.ACCOUNT}/{path}\nrestype:container"
+        mark = base64.b64encode(hmac.digest(base64.b64decode(self.KEY), said.encode(), "sha256")).decode()
+        headers = {"x-ms-date": date, "x-ms-version": "2021-12-02"}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/{path}?restype=container",
+            method="PUT",
+            headers={**headers, "Authorization": f"SharedKey {self.ACCOUNT}:{mark}"},
+        )
+        urllib.request.urlopen(request, timeout=START_S).close()
+
+    @property
+    def endpoint(self) -> str:
+        """Where the account is."""
+        return f"http://127.0.0.1:{self.port}/{self.ACCOUNT}"
+
+    def credentials(self, prefix: str) -> dict[str, str]:
+        """Environment variables for `env:PREFIX`."""
+        return {f"{prefix}_ACCOUNT_NAME": self.ACCOUNT, f"{prefix}_ACCOUNT_KEY": self.KEY}
+
+    def store(self) -> AzureStore:
+        """A way to the container beside the tier."""
+        return AzureStore(
+            self.CONTAINER,
+            endpoint=self.endpoint,
+            account_name=self.ACCOUNT,
+            account_key=self.KEY,
+            client_options={"allow_http": True},
+        )
 
 
 class MooncakeServer(Server):

@@ -6,10 +6,10 @@ import importlib.util
 import os
 
 import pytest
-from servers import MooncakeServer, RedisServer, S3Server, Server
+from servers import AzureServer, MooncakeServer, RedisServer, S3Server, Server
 
 REQUIRED = [name for name in os.environ.get("KVSTRATA_REQUIRE", "").split(",") if name]
-KNOWN = ("object", "redis", "mooncake")
+KNOWN = ("object", "redis", "mooncake", "azure")
 
 VERSIONS: dict[str, str] = {}
 """Of the servers that were looked for and found."""
@@ -26,6 +26,9 @@ def find_server(name: str) -> type[Server]:
     if name == "mooncake" and MooncakeServer.program() is not None and importlib.util.find_spec("mooncake"):
         VERSIONS[name] = MooncakeServer.version()
         return MooncakeServer
+    if name == "azure" and AzureServer.program() is not None:
+        VERSIONS[name] = AzureServer.version()
+        return AzureServer
     missing = f"{name}: no server for it is installed here; make test-services installs it"
     if name in REQUIRED:
         pytest.fail(missing)

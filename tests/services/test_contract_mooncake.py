@@ -9,16 +9,12 @@ import pytest
 from servers import MooncakeServer
 from services_kit import find_server
 
-from kvstrata.testing.faulty_store import FaultyClient
-from kvstrata.testing.tier_contract import TierContract
-from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE
+from kvstrata.testing.server_contract import PART, SCOPE, ServerTierContract
 from kvstrata.tiers.base import Tier
-from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.mooncake import MooncakeTier
-from kvstrata.types import FailCause, OffloadKey
+from kvstrata.types import OffloadKey
 
 SEGMENT = 64 << 20
-SCOPE = NAMESPACE.hex() + LAYOUT_TAG.to_bytes(8, "big").hex()
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +30,19 @@ def connection(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Moonc
         store.close()
 
 
-class TestMooncakeTier(TierContract):
+class TestMooncakeTier(ServerTierContract):
     strict_lru = False  # the store keeps no time of use: after a restart the order is any
 
     @pytest.fixture(autouse=True)
     def _server(self, connection: tuple[MooncakeServer, Any]) -> None:
         self.server, self.store = connection
         self.store.remove_all(True)
-        self.clients: list[FaultyClient] = []
 
     def make(self, limit: int | None) -> Tier:
-        tier = MooncakeTier(limit=limit, part="engine", admin=self.server.admin, store=self.store)
-        tier._client = FaultyClient(tier._client)
-        self.clients.append(tier._client)
-        return tier
-
-    def capacity(self, chunks: int) -> int:
-        return chunks * (HEADER_BYTES + self.chunk_bytes)
+        return self.faulty(MooncakeTier(limit=limit, part=PART, admin=self.server.admin, store=self.store))
 
     def name(self, key: OffloadKey) -> str:
-        return f"kvstrata/chunk/engine/{SCOPE}/{key.hex()}"
+        return f"kvstrata/chunk/{PART}/{SCOPE.hex()}/{key.hex()}"
 
     def damage(self, tier: Tier, key: OffloadKey) -> None:
         value = bytearray(self.store.get(self.name(key)))
@@ -68,22 +57,8 @@ class TestMooncakeTier(TierContract):
         assert self.store.remove(self.name(key), True) == 0
         assert self.store.put(self.name(key), value[: self.chunk_bytes // 2]) == 0
 
-    def fail_reads(self, tier: Tier, failing: bool) -> None:
-        for client in self.clients:
-            client.failing_reads = FailCause.IO_ERROR if failing else None
-
-    def fail_writes(self, tier: Tier, failing: bool) -> None:
-        for client in self.clients:
-            client.failing_writes = FailCause.IO_ERROR if failing else None
-
     def recount(self) -> int:
         tier = MooncakeTier(admin=self.server.admin, store=self.store)
         return sum(
             self.store.get_size(name) for name in tier._mooncake._all_names() if name.startswith("kvstrata/chunk/")
         )
-
-    def index_entries(self, tier: Tier) -> int:
-        assert isinstance(tier, MooncakeTier)
-        index = tier._index
-        tables = (index.entries, index.fresh, index.dying, tier._pending, tier._touched, tier._waiting, tier._removed)
-        return sum(map(len, tables)) + len(tier._jobs.open) + len(list(tier._tasks()))

@@ -10,14 +10,11 @@ import redis
 from servers import RedisServer
 from services_kit import find_server
 
-from kvstrata.testing.faulty_store import FaultyClient
-from kvstrata.testing.tier_contract import TierContract
-from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE
+from kvstrata.testing.server_contract import PART, SCOPE, ServerTierContract
 from kvstrata.tiers.base import Tier
-from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.redis import RedisTier
 from kvstrata.tiers.redis.client import OVERHEAD_BYTES
-from kvstrata.types import FailCause, OffloadKey
+from kvstrata.types import OffloadKey
 
 
 @pytest.fixture(scope="module")
@@ -28,30 +25,23 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
         yield server
 
 
-class TestRedisTier(TierContract):
+class TestRedisTier(ServerTierContract):
     server: RedisServer
-    overhead: ClassVar[int] = HEADER_BYTES + OVERHEAD_BYTES
+    overhead: ClassVar[int] = OVERHEAD_BYTES
 
     @pytest.fixture(autouse=True)
     def _server(self, shared_redis: RedisServer) -> Iterator[None]:
         self.server = shared_redis
-        self.clients: list[FaultyClient] = []
         self.raw: Any = redis.Redis.from_url(shared_redis.url)
         self.raw.flushall()
         yield
         self.raw.close()
 
     def make(self, limit: int | None) -> Tier:
-        tier = RedisTier(self.server.url, limit=limit, part="engine")
-        tier._client = FaultyClient(tier._client)
-        self.clients.append(tier._client)
-        return tier
-
-    def capacity(self, chunks: int) -> int:
-        return chunks * (self.overhead + self.chunk_bytes)
+        return self.faulty(RedisTier(self.server.url, limit=limit, part=PART))
 
     def name(self, key: OffloadKey) -> bytes:
-        return b"kvstrata:c:" + NAMESPACE + LAYOUT_TAG.to_bytes(8, "big") + key
+        return b"kvstrata:c:" + SCOPE + key
 
     def damage(self, tier: Tier, key: OffloadKey) -> None:
         value = bytearray(self.raw.get(self.name(key)))
@@ -64,20 +54,6 @@ class TestRedisTier(TierContract):
     def truncate(self, tier: Tier, key: OffloadKey) -> None:
         self.raw.set(self.name(key), self.raw.get(self.name(key))[: self.chunk_bytes // 2])
 
-    def fail_reads(self, tier: Tier, failing: bool) -> None:
-        for client in self.clients:
-            client.failing_reads = FailCause.IO_ERROR if failing else None
-
-    def fail_writes(self, tier: Tier, failing: bool) -> None:
-        for client in self.clients:
-            client.failing_writes = FailCause.IO_ERROR if failing else None
-
     def recount(self) -> int:
         names = [name for name in self.raw.keys("*") if name.startswith(b"kvstrata:c:")]
         return sum(self.raw.strlen(name) + OVERHEAD_BYTES for name in names)
-
-    def index_entries(self, tier: Tier) -> int:
-        assert isinstance(tier, RedisTier)
-        index = tier._index
-        tables = (index.entries, index.fresh, index.dying, tier._pending, tier._touched, tier._waiting, tier._removed)
-        return sum(map(len, tables)) + len(tier._jobs.open) + len(list(tier._tasks()))

@@ -141,6 +141,12 @@ def test_no_secret_is_in_anything_that_a_tier_says(
             "(InvalidAccessKeyId); check credentials",
             "refused",
         ),
+        (
+            problems.GenericError("status code: 403 <Code>AuthorizationFailure</Code>"),
+            "(AuthorizationFailure); check credentials",
+            "refused",
+        ),
+        (problems.GenericError("status code: 401 Unauthorized"), "refused (401); check credentials", "refused"),
         (problems.GenericError("<Code>PermanentRedirect</Code>"), "another region (PermanentRedirect)", "refused"),
         (problems.GenericError("incorrectly configured region"), "another region; check region", "refused"),
         (problems.GenericError("GET http://169.254.169.254/latest"), "no credentials were found", "io_error"),

@@ -6,6 +6,7 @@ ScriptedTier      a tier whose every answer the test decides
 TierHarness       drives one tier by hand and checks what it owes its caller
 stateful          random tests of the whole stack against a plain dict (needs hypothesis; import it by name)
 tier_contract     the suite that every tier passes (needs pytest; import `kvstrata.testing.tier_contract`)
+server_contract   the same with the hooks that all tiers over a server share (needs obstore)
 """
 
 from kvstrata.testing.clock import ManualClock

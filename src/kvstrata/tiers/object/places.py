@@ -183,7 +183,11 @@ _OTHER_REGION = (
     "incorrectly configured region",
     "TemporaryRedirect",
 )
-_REFUSED = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "ExpiredToken", "InvalidToken")
+_REFUSED = (
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "ExpiredToken", "InvalidToken"),
+    *("AuthenticationFailed", "AuthorizationFailure", "status code: 401", "status code: 403"),
+)
+"""Lists are refused without an exception of their own, whoever keeps the store."""
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "InstanceCredentials", "load_credentials")
 _SLOW = ("timed out", "TimedOut", "timeout", "operation timed", "deadline")
 _FULL = ("QuotaExceeded", "InsufficientStorage", "EntityTooLarge", "status code: 507")
