@@ -68,6 +68,10 @@ class WaitClock:
         if not self.fixed:
             self.fixed, self._stall, self._total = True, stall, total
 
+    def fix_bytes_once(self, seconds: float) -> None:
+        """The same where the first plan says only how long its bytes take."""
+        self.fix_once(self._stall, self._total + seconds)
+
     def extend(self, seconds: float) -> None:
         """More bytes belong to the first plan."""
         self._total += seconds

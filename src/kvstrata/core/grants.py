@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstrata.core.arrays import NO_SLOTS, any_of, count_of, where
+from kvstrata.core.arrays import NO_SLOTS, all_are, any_of, count_of, where
 from kvstrata.core.promotions import Promotions
 from kvstrata.core.requests import Request
-from kvstrata.core.slots import RESERVED
+from kvstrata.core.slots import READY, RESERVED
 from kvstrata.core.state import CoreState
 from kvstrata.core.statistics import PromotionTag
 from kvstrata.types import I8, I64, OffloadKey
@@ -122,6 +122,25 @@ class Grants:
             chunks.slots[missing] = reserved[0]
         self._commit(request, chunks, old, missing, tag)
         return Placement.DONE
+
+    def place_ready(self, request: Request) -> bool:
+        """Hold a plan all of whose chunks were just found in primary, for a request that holds nothing.
+
+        False, and nothing changes, where anything has to be weighed (a share that may be exceeded, a chunk that is on
+        its way): that is for `place`.
+        """
+        core, residency = self._core, self._core.residency
+        if request.found is None or request.slots or request.key_slots:
+            return False
+        parts = request.found[1]
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        whole = core.byte_size(slots)
+        limit = min(core.share_limit - core.overdue_bytes(), residency.capacity_bytes - core.store_reserve)
+        if whole + residency.held_bytes > limit or not all_are(residency.state[slots], READY):
+            return False
+        residency.hold_ready(slots)
+        request.found, request.slots, request.pending = None, parts, 0
+        return True
 
     def _chunks(self, request: Request) -> _Chunks:
         """The chunks of the request's plan as columns; slots as primary has them now."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstrata.core.arrays import NO_SLOTS, all_are
 from kvstrata.core.ledger import Job
 from kvstrata.core.messages import LoadPlan, TouchKeys
 from kvstrata.core.requests import Request, RequestState
@@ -49,11 +50,11 @@ class Loads:
         keys: list[OffloadKey] = []
         for group, (lo, hi) in zip(request.keys, ranges, strict=True):
             keys += group[lo:hi]
-        slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else NO_SLOTS
         job = self._accept(request, slots, keys)
         if ready and tokens == request.hit:  # all that it holds is loaded: its pins become the job's
             self._core.residency.hand_over(slots)
-            request.slots = []
+            request.loaded, request.slots = request.slots, []
             self._core.room = True
         else:
             self._core.residency.pin(slots)
@@ -94,7 +95,8 @@ class Loads:
             return None
         core.ledger.end(job)
         core.unpin(job.slots)
-        still = job.slots[core.residency.state[job.slots] == READY]
+        states = core.residency.state[job.slots]
+        still = job.slots if all_are(states, READY) else job.slots[states == READY]
         if job.generation == core.generation and len(still):
             core.residency.touch(still)
         if job.ok and job.keys and job.generation == core.generation:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstrata.core.arrays import any_of
+from kvstrata.core.arrays import NO_SLOTS, any_of
 from kvstrata.core.cascades import Cascades
 from kvstrata.core.grants import Grants
 from kvstrata.core.invariants import check_all
@@ -339,7 +339,11 @@ class TieringOffloadingManager:
     def _touch_chain(self, request: Request) -> None:
         """What a finished request leaves in primary becomes the newest, its tails before its heads to go."""
         residency = self._core.residency
-        for keys in request.keys:
+        loaded = request.loaded or [NO_SLOTS] * len(request.keys)
+        for keys, known in zip(request.keys, loaded, strict=True):
+            if len(known) == len(keys) and residency.index.has(known, keys):
+                residency.touch(known, used=False)
+                continue
             slots = residency.find(keys)
             here = slots >= 0
             residency.touch(slots if any_of(here) == len(slots) else slots[here], used=False)

@@ -46,6 +46,15 @@ class Pins:
             self._pin(slots, once)
             self.held_bytes += self._table.bytes_of(_add(self._table.holds, slots, once))
 
+    def hold_ready(self, slots: I64) -> None:
+        """`hold` for slots that are known to be ready: their states are not looked at again."""
+        once = distinct(slots)
+        fresh = _add(self._table.pins, slots, once)
+        if len(fresh):
+            self.pinned_bytes += self._table.bytes_of(fresh)
+            self._tightened(fresh)
+        self.held_bytes += self._table.bytes_of(_add(self._table.holds, slots, once))
+
     def unhold(self, slots: I64) -> None:
         """Ends holds and their pins; below zero is an error that changes nothing."""
         if len(slots):
@@ -89,9 +98,14 @@ def _pinnable(states: I8) -> bool:
 def _add(column: I32, slots: I64, once: bool) -> I64:
     """Adds one per mention (`once`: no slot is named twice); returns the distinct slots that were at zero."""
     before = column[slots]
+    if once and not any_of(before):
+        column[slots] = 1
+        return slots
+    fresh: I64
     if once:
         column[slots] = before + 1
-        return slots[before == 0] if any_of(before) else slots
+        fresh = slots[before == 0]
+        return fresh
     np.add.at(column, slots, 1)
     return np.unique(slots[before == 0])
 
@@ -99,6 +113,9 @@ def _add(column: I32, slots: I64, once: bool) -> I64:
 def _subtract(column: I32, slots: I64, least: I32 | None, once: bool, what: str) -> I64:
     """Takes one away per mention, not below `least`; returns the distinct slots that are at zero now."""
     before = column[slots]
+    if once and any_of(before == 1) == len(slots) and (least is None or not any_of(least[slots])):
+        column[slots] = 0
+        return slots
     if once:
         after = before - 1
     else:

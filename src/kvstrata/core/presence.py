@@ -182,13 +182,13 @@ class PresenceBook:
         if request.byte_limit is not None or request.unloadable or not layout.kind_step:
             return None
         keys, first = request.keys, layout.order[0]
+        last = min(len(keys[first]), -(-top // layout.tokens_per_chunk[first])) - 1
+        if last < 0 or residency.slot_of(keys[first][last]) < 0:
+            return None
         boundary = Search(layout, [all_present(len(chunks)) for chunks in keys], computed, top, None).highest()
         if boundary is None:
             return None
         needed = layout.needed_ranges(boundary, computed)
-        lo, hi = needed[first]
-        if lo >= hi or residency.slot_of(keys[first][hi - 1]) < 0:
-            return None
         slots = []
         for chunks, (lo, hi) in zip(keys, needed, strict=True):
             if hi > len(chunks):

@@ -375,6 +375,10 @@ class Residency:
         """A pin that a waiting request owns: pins and holds both move."""
         self._pins.hold(_array(slots))
 
+    def hold_ready(self, slots: I64) -> None:
+        """`hold` for at least one slot, all of which the caller has just seen to be READY."""
+        self._pins.hold_ready(slots)
+
     def unhold(self, slots: Slots) -> None:
         """Ends holds and their pins; below zero is an error that changes nothing."""
         self._pins.unhold(_array(slots))

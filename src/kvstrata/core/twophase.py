@@ -132,8 +132,21 @@ class TwoPhaseDoor:
             self.answer_from_primary(request, request.cause, PromotionTag.NOT_TAKEN)
         elif request.clock.exhausted:
             self.expire(request)
+        elif self._at_hand(request):
+            self._submit(request, at_hand=True)
         elif self._decide(request):
             self._submit(request)
+
+    def _at_hand(self, request: Request) -> bool:
+        """Whether primary has all of the largest plan: then that is the plan, made without a look at any tier."""
+        near = self._presence.at_hand(request, request.computed, self._limit(request))
+        if near is None:
+            return False
+        self._fix(request, near.boundary, near.ranges, near.slots)
+        request.sources = [nowhere(hi - lo) for lo, hi in near.ranges]
+        assert request.clock is not None
+        request.clock.fix_bytes_once(self._grants.plan_bytes(request) / self._core.config.min_rate_bytes_per_s)
+        return True
 
     def replan(self, request: Request) -> None:
         """Some of its chunks must not be used any more (an earlier load of them failed): a plan for them is void."""
@@ -150,13 +163,6 @@ class TwoPhaseDoor:
     def _decide(self, request: Request) -> bool:
         """Make the plan; False if the request now waits for probes. It may still hold its earlier plan's slots."""
         layout = self._core.layout
-        if not request.primary_only:
-            near = self._presence.at_hand(request, request.computed, self._limit(request))
-            if near is not None:
-                self._fix(request, near.boundary, near.ranges, near.slots)
-                request.sources = [nowhere(hi - lo) for lo, hi in near.ranges]
-                self._fix_clock(request)
-                return True
         while True:
             if request.primary_only:
                 gathered = self._presence.gather_ready(request, request.computed, request.total)
@@ -210,13 +216,16 @@ class TwoPhaseDoor:
 
     # -- phase 2
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, *, at_hand: bool = False) -> None:
         """A plan is made: place it at once if it is its turn, or if it needs no new slot; else queue for room."""
         if request.hit <= 0:
             self._answer_none(request, AnswerCause.NOTHING_STORED, PromotionTag.NOT_TAKEN)
             return
         head = self._grants.head
         first = head is None or request.order < head.order
+        if at_hand and first and self._grants.place_ready(request):
+            self._placed(request)
+            return
         if request.state in HOLDING:
             alone = self._grants.plan_bytes(request) > self._core.share_limit and not self._grants.others_hold(request)
             if self._grants.place(request, alone=alone, new_slots=first) is Placement.DONE:

@@ -49,10 +49,10 @@ class LRU(ChainQueues, EvictionPolicy):
 
     def touch(self, slots: Sequence[int]) -> None:
         self._front = None
-        if len(slots) >= self.wide and self._touch_run(self._nodes(slots)):
-            return
         if self._are_hottest(slots):
             return  # a request that ends touches again what its load has just touched
+        if len(slots) >= self.wide and self._touch_run(self._nodes(slots)):
+            return
         nexts, prevs, where = self._next, self._prev, self._where
         for slot in slots:
             node = slot + 1
@@ -73,11 +73,10 @@ class LRU(ChainQueues, EvictionPolicy):
             return False
         nexts, prevs = self._next, self._prev
         head, tail = int(nodes[0]), int(nodes[-1])
-        if prevs[0] != head:
-            prev, following = prevs[tail], nexts[head]
-            nexts[prev] = following
-            prevs[following] = prev
-            self._join_hot(head, tail)
+        prev, following = prevs[tail], nexts[head]
+        nexts[prev] = following
+        prevs[following] = prev
+        self._join_hot(head, tail)
         return True
 
     def _join_hot(self, head: int, tail: int) -> None:
