@@ -71,14 +71,20 @@ _SECONDS = ("submit_s", "step_s", "first_s", "fetch_s", "ready_s", "cpu_s")
 
 
 class Prepared:
-    """The keys of a workload: made once, used by every run."""
+    """The keys of a workload: made once, used by every run, and by the `like` ones that only differ in presence."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, like: Prepared | None = None) -> None:
         self.workload = workload
-        self.keys = [keys_of(workload.layout, hashes) for hashes in workload.hashes()]
+        self.keys: list[list[list[OffloadKey]]] = (
+            like.keys if like is not None and like.workload.prompts == workload.prompts else _keys(workload)
+        )
         self.present: set[OffloadKey] = set()
         for keys in self.keys:
             self.present.update(workload.present(keys))
+
+
+def _keys(workload: Workload) -> list[list[list[OffloadKey]]]:
+    return [keys_of(workload.layout, hashes) for hashes in workload.hashes()]
 
 
 def waiting_config(chunks: int) -> CoreConfig:

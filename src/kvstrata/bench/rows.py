@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,8 @@ from kvstrata.runtime.clock import SystemClock
 RUNS = 5
 AGREEMENT = 0.20
 """How far vLLM's figures may be from those of the stand-alone script."""
-ATTEMPTS = 4
-"""How often both are measured, in turn, before they count as apart: other work on the machine moves single runs."""
+MORE_RUNS = 5
+"""How often more both are measured before they count as apart: other work on the machine moves single runs."""
 THREAD_KEYS = 100_000
 """Rows with more keys are not measured with threads as well."""
 
@@ -28,15 +27,19 @@ class Budget:
     """How much time one row may take; seconds."""
 
     vllm_s: float = 60.0
-    """vLLM's side in all, `runs` runs: beyond it fewer requests are measured and the row is scaled."""
-    own_s: float = 30.0
+    """vLLM's side in all, `runs` runs here and as many in the script: beyond it the row is scaled."""
+    scaled_s: float = 6.0
+    """What vLLM's side may take then, on fewer requests, at least one: cost and counts are linear in them."""
+    own_s: float = 6.0
     """Ours: beyond it fewer runs are made, at least one."""
     runs: int = RUNS
 
     def requests(self, workload: Workload) -> int:
         """How many of the workload's requests vLLM's side can be measured with."""
-        one = workload.keys_per_request * SECONDS_PER_KEY * self.runs
-        return max(1, min(workload.requests, int(self.vllm_s / one)))
+        one = workload.keys_per_request * SECONDS_PER_KEY * self.runs * 2
+        if workload.requests * one <= self.vllm_s:
+            return workload.requests
+        return max(1, min(workload.requests - 1, int(self.scaled_s / one)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,6 @@ class Sides:
     peer: Peer | None = None
     alone: StandAlone | None = None
     threads: bool = True
-
-
-def settle() -> None:
-    """What is loaded by now is left out of every garbage collection to come, as engines do: both sides get that."""
-    gc.collect()
-    gc.freeze()
 
 
 def measure_row(prepared: Prepared, sides: Sides, budget: Budget) -> Row:
@@ -96,9 +93,7 @@ def _add_peer(row: Row, prepared: Prepared, own: Side, peer: Peer, alone: StandA
     """vLLM's side, beside its stand-alone script on the same prompts."""
     workload, requests = prepared.workload, budget.requests(prepared.workload)
     factor = workload.requests / requests
-    theirs = repeat(lambda: peer.run(prepared, requests), budget.runs, budget.vllm_s)
-    if alone is not None:
-        theirs = _check(row, prepared, theirs, requests, peer, alone)
+    theirs = _in_turn(row, prepared, requests, peer, alone, budget.runs)
     row["scaled"] = factor > 1
     row["vllm"] = scaled(theirs, factor).as_row()
     row["vllm"]["measured_requests"] = requests
@@ -108,18 +103,25 @@ def _add_peer(row: Row, prepared: Prepared, own: Side, peer: Peer, alone: StandA
     late["submit_ratio"] = round(row["vllm"]["submit_s"] / late["kvstrata"]["submit_s"], 2)
 
 
-def _check(row: Row, prepared: Prepared, theirs: Side, requests: int, peer: Peer, alone: StandAlone) -> Side:
-    """Compare with the stand-alone script; what disagrees is measured again, both in turn."""
+def _in_turn(row: Row, prepared: Prepared, requests: int, peer: Peer, alone: StandAlone | None, least: int) -> Side:
+    """vLLM's best here and, as the check, in the stand-alone script: run by run in turn, so that both meet the same
+    machine; some more runs if they are apart after `least`."""
+    theirs: list[Side] = []
     seconds: dict[str, float] = {}
-    for _ in range(ATTEMPTS):
-        told = alone.run(prepared.workload, requests, theirs.runs if not seconds else 1)
-        seconds = {name: min(told[name], seconds.get(name, told[name])) for name in ("submit_s", "step_s")}
-        ratios = {name: getattr(theirs, name) / value for name, value in seconds.items()}
-        row["baseline"] = {**seconds, **{f"{name[:-2]}_ratio": round(ratio, 3) for name, ratio in ratios.items()}}
+    while len(theirs) < least + MORE_RUNS:
+        theirs.append(peer.run(prepared, requests))
+        if alone is not None:
+            told = alone.run(prepared.workload, requests, 1)
+            seconds = {name: min(told[name], seconds.get(name, told[name])) for name in ("submit_s", "step_s")}
+        if len(theirs) < least:
+            continue
+        side = best(theirs)
+        ratios = {name: getattr(side, name) / value for name, value in seconds.items()}
         if all(abs(ratio - 1.0) <= AGREEMENT for ratio in ratios.values()):
             break
-        theirs = best([theirs, peer.run(prepared, requests)])
-    return theirs
+    if seconds:
+        row["baseline"] = {**seconds, **{f"{name[:-2]}_ratio": round(ratio, 3) for name, ratio in ratios.items()}}
+    return side
 
 
 def _add_threads(row: Row, prepared: Prepared, sides: Sides) -> None:

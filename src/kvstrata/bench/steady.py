@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstrata.bench.machine import cpu_s
+from kvstrata.bench.machine import cpu_s, settle
 from kvstrata.bench.tiers import IndexTier
 from kvstrata.bench.workloads import CHUNK_BYTES, LAYOUTS, keys_of, prompt_hashes
 from kvstrata.core.manager import TieringOffloadingManager
@@ -99,6 +99,7 @@ class SteadyMix:
             recent.append(self.next_keys())
             self.store_batch(recent[-1])
         recent = recent[-min(64, len(recent) // 2) :]
+        settle()
         stores, loads = [], []
         store_cpu = load_cpu = 0.0
         for i in range(batches):

@@ -73,6 +73,11 @@ class Workload:
         return f"{self.layout_name}/{self.presence}/{self.requests}/{self.tokens}"
 
     @property
+    def prompts(self) -> tuple[str, int, int]:
+        """What its keys follow from."""
+        return self.layout_name, self.requests, self.tokens
+
+    @property
     def keys_per_request(self) -> int:
         """Keys of one prompt, all groups."""
         return sum(self.tokens // tpc for tpc in self.layout.tokens_per_chunk)

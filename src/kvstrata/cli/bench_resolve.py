@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from kvstrata.bench.machine import settle
 from kvstrata.bench.peer import Peer, StandAlone, why_not
 from kvstrata.bench.resolve import Prepared
-from kvstrata.bench.rows import Budget, Row, Sides, complaints, measure_row, settle
+from kvstrata.bench.rows import Budget, Row, Sides, complaints, measure_row
 from kvstrata.bench.workloads import Workload, table
 from kvstrata.cli.bench_output import note, positive, read_rows, show, write_json
 from kvstrata.errors import ConfigError
@@ -39,7 +40,7 @@ def bench_resolve(
     wanted = table(rows)
     if not wanted:
         raise ConfigError(f"--rows {rows}: no row is called like that")
-    limits = Budget(vllm_s=budget, own_s=budget / 2, runs=positive("--repeat", str(repeat)))
+    limits = Budget(vllm_s=budget, scaled_s=budget / 10, own_s=budget / 10, runs=positive("--repeat", str(repeat)))
     clock = SystemClock()
     began = clock.monotonic()
     with _sides(vs, threads, baseline) as sides:
@@ -78,9 +79,13 @@ def _sides(vs: str, threads: bool, baseline: bool) -> Iterator[Sides]:
 
 
 def _measure(workloads: Iterable[Workload], sides: Sides, budget: Budget) -> Iterator[Row]:
-    """The rows, one after the other: each one's keys are dropped before the next one's are made."""
+    """The rows, one after the other; keys are dropped before others are made, and kept for another presence."""
+    prepared: Prepared | None = None
     for workload in workloads:
-        yield measure_row(Prepared(workload), sides, budget)
+        if prepared is not None and prepared.workload.prompts != workload.prompts:
+            prepared = None
+        prepared = Prepared(workload, prepared)
+        yield measure_row(prepared, sides, budget)
 
 
 def _name(row: Row) -> str:
