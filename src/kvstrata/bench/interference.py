@@ -24,9 +24,10 @@ from kvstrata.tiers.disk import DiskTier
 from kvstrata.types import JobEnded, KeysDone, TierJob, make_key
 
 UNIT_S = 0.002
-JOB_BYTES = 4 << 20
+JOB_BYTES = 16 << 20
 DEPTH = 6
-"""Loads that the tier always has in hand: enough for its full rate."""
+"""Loads that the tier always has in hand. A step is some milliseconds, in which a disk moves a few jobs of a few MiB;
+an engine hands over a quarter of its primary at a time."""
 PATIENCE_S = 30.0
 RATE_SHARE = 0.85
 """What of its full rate the tier must keep for the slow-down to count."""

@@ -30,7 +30,7 @@ class Budget:
     """vLLM's side in all, `runs` runs here and as many in the script: beyond it the row is scaled."""
     scaled_s: float = 6.0
     """What vLLM's side may take then, on fewer requests, at least one: cost and counts are linear in them."""
-    own_s: float = 6.0
+    own_s: float = 4.0
     """Ours: beyond it fewer runs are made, at least one."""
     runs: int = RUNS
 

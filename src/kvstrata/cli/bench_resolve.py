@@ -40,7 +40,7 @@ def bench_resolve(
     wanted = table(rows)
     if not wanted:
         raise ConfigError(f"--rows {rows}: no row is called like that")
-    limits = Budget(vllm_s=budget, scaled_s=budget / 10, own_s=budget / 10, runs=positive("--repeat", str(repeat)))
+    limits = Budget(vllm_s=budget, scaled_s=budget / 10, own_s=budget / 15, runs=positive("--repeat", str(repeat)))
     clock = SystemClock()
     began = clock.monotonic()
     with _sides(vs, threads, baseline) as sides:

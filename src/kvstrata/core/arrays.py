@@ -18,6 +18,14 @@ NO_SLOTS: I64 = np.empty(0, np.int64)
 """The empty array that answers share; read-only."""
 NO_SLOTS.setflags(write=False)
 
+_UNSET: I64 = np.full(1 << 10, -1, np.int64)
+
+
+def no_slots(chunks: int) -> I64:
+    """-1 for so many chunks; not to be written to."""
+    return _UNSET[:chunks] if chunks <= len(_UNSET) else np.full(chunks, -1, np.int64)
+
+
 any_of: Callable[[npt.NDArray[Any]], int] = np.count_nonzero
 """How many entries are not zero; truthy if any is."""
 

@@ -8,6 +8,7 @@ from itertools import repeat
 
 import numpy as np
 
+from kvstrata.core.arrays import no_slots
 from kvstrata.errors import InternalError
 from kvstrata.types import I64, OffloadKey
 
@@ -36,7 +37,7 @@ class KeyIndex:
     def find(self, keys: Sequence[OffloadKey]) -> I64:
         """The slot of each key, or -1."""
         if self.slots.keys().isdisjoint(keys):  # ends at the first key that is here, and costs half if none is
-            return np.full(len(keys), -1, np.int64)
+            return no_slots(len(keys)).copy()
         return np.fromiter(map(self.slots.get, keys, repeat(-1)), np.int64, len(keys))
 
     def lacks(self, keys: Sequence[OffloadKey]) -> bool:

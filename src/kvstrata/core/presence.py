@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstrata.core import galloping
-from kvstrata.core.arrays import NO_SLOTS, any_of, count_of, slot_array, where
+from kvstrata.core.arrays import NO_SLOTS, any_of, count_of, no_slots, slot_array, where
 from kvstrata.core.galloping import ASKED, NOT_ASKED
 from kvstrata.core.requests import Request
 from kvstrata.core.slots import READY
@@ -36,6 +36,14 @@ NOT_READ = -1
 """Source of a chunk that no tier needs to be read for: it is in primary, or nowhere."""
 
 
+_NOWHERE: I8 = np.full(1 << 10, NOT_READ, np.int8)
+
+
+def nowhere(chunks: int) -> I8:
+    """The sources of so many chunks that no tier is read for; not to be written to."""
+    return _NOWHERE[:chunks] if chunks <= len(_NOWHERE) else np.full(chunks, NOT_READ, np.int8)
+
+
 @dataclass(slots=True)
 class Gathered:
     """Presence per group (int8 `Presence` by chunk index) and where each present chunk would be read.
@@ -53,16 +61,8 @@ class Gathered:
     def make_room(self, group: int, chunks: int) -> None:
         """Nothing is known yet of the first `chunks` chunks of a group."""
         self.presence[group] = np.zeros(chunks, np.int8)
-        self.sources[group] = np.full(chunks, NOT_READ, np.int8)
-        self.slots[group] = np.full(chunks, -1, np.int64)
-
-
-_NOWHERE: I8 = np.full(1 << 10, NOT_READ, np.int8)
-
-
-def nowhere(chunks: int) -> I8:
-    """The sources of so many chunks that no tier is read for; not to be written to."""
-    return _NOWHERE[:chunks] if chunks <= len(_NOWHERE) else np.full(chunks, NOT_READ, np.int8)
+        self.sources[group] = nowhere(chunks).copy()
+        self.slots[group] = no_slots(chunks).copy()
 
 
 class AtHand(NamedTuple):

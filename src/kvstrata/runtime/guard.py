@@ -311,6 +311,8 @@ class GuardedTier:
         if reported is None:
             self._note_violation("poll", f"keys of job {event.job_id}, which is not open")
             return None
+        if isinstance(event.done, range) and not event.failed and _all_first(reported, event.done):
+            return event
         done = [index for index in event.done if _first_report(reported, index)]
         failed = [(index, FailCause(cause)) for index, cause in event.failed if _first_report(reported, index)]
         dropped = len(event.done) + len(event.failed) - len(done) - len(failed)
@@ -346,11 +348,23 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
+_ANSWERS = bytes((Presence.ABSENT, Presence.UNKNOWN, Presence.PRESENT))
+"""What a tier may say of a key."""
+
+
 def _legal_answers(answers: object, count: int) -> bool:
     """Whether `answers` is an int8 array of `count` presence values."""
     if not isinstance(answers, np.ndarray) or answers.dtype != np.int8 or answers.shape != (count,):
         return False
-    return count == 0 or (int(answers.min()) >= Presence.ABSENT and int(answers.max()) <= Presence.PRESENT)
+    return not answers.tobytes().translate(None, _ANSWERS)  # nothing is left over
+
+
+def _all_first(reported: bytearray, index: range) -> bool:
+    """Whether all keys of a job are reported at once, none of which was before; marks them."""
+    if index != range(len(reported)) or reported.count(0) != len(reported):
+        return False
+    reported[:] = b"\1" * len(reported)
+    return True
 
 
 def _first_report(reported: bytearray, index: object) -> bool:
