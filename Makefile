@@ -47,10 +47,11 @@ bench: $(RUN_STAMP) ## Measure the core: first resolve, waiting requests' steps,
 	$(BIN)/kvstrata bench first
 	$(BIN)/kvstrata bench step
 	$(BIN)/kvstrata bench memory
+	$(BIN)/kvstrata bench waiting
 	$(BIN)/kvstrata bench resolve --rows "*/*/20/32768"
 
 .PHONY: bench-vllm
-bench-vllm: $(ENGINE_STAMP) ## Measure resolve beside vLLM in one process (hours for all rows; ARGS="--rows ... --budget ...")
+bench-vllm: $(ENGINE_STAMP) ## Measure resolve beside vLLM in one process (an hour for all rows; ARGS="--rows ... --budget ...")
 	$(ENGINE)/bin/kvstrata bench resolve --vs vllm $(ARGS)
 
 ##@ Develop

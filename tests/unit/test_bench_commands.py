@@ -126,6 +126,13 @@ def test_first_and_memory_write_their_rows(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_waiting_writes_a_row_for_each_number_of_requests(tmp_path: Path) -> None:
+    file = tmp_path / "waiting.json"
+    assert run(build_app(), ["bench", "waiting", "--requests", "2,10", "--json", str(file)]) == 0
+    assert [row["requests"] for row in rows_of(file)] == [2, 10]
+    assert all(row["us_per_request"] > 0 for row in rows_of(file))  # type: ignore[operator]
+
+
 def test_interference_measures_a_process_and_threads(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     small = ["--volume", "2MiB", "--chunk", "64KiB", "--pairs", "1", "--seconds", "0.05", "--no-pin"]

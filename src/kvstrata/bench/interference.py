@@ -91,7 +91,7 @@ class Rig:
         )
         self._jobs = 0
         self._at = 0
-        self._per_job = max(1, JOB_BYTES // chunk)
+        self._per_job = min(max(1, JOB_BYTES // chunk), self.tier.capabilities.max_batch)
         self._out: deque[int] = deque()
         self.moved = 0
         self.feeding = False

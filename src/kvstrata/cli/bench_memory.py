@@ -1,4 +1,4 @@
-"""`kvstrata bench first` and `bench memory`: what a first resolve costs, and what the core keeps."""
+"""`kvstrata bench first`, `memory` and `waiting`: a first resolve, what the core keeps, and later waiting steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvstrata.bench import first, memory
+from kvstrata.bench import first, memory, waiting
 from kvstrata.cli.bench_output import positive, show, write_json
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
@@ -36,5 +36,19 @@ def bench_memory(json_file: JsonFile = None, slots: Slots = 100_000) -> None:
     table = Table("what", "count", "bytes each")
     for row in rows:
         table.add_row(row.what, str(row.count), f"{row.bytes_each:.1f}")
+    show(table)
+    write_json(json_file, [asdict(row) for row in rows])
+
+
+def bench_waiting(
+    json_file: JsonFile = None,
+    requests: Annotated[str, typer.Option(help="Numbers of waiting requests, commas between.")] = "20,200,2000",
+) -> None:
+    """Time of a later step while requests wait, in all and per request."""
+    counts = [positive("--requests", part) for part in requests.split(",")]
+    rows = list(waiting.rows(counts))
+    table = Table("waiting requests", "step us", "us per request")
+    for row in rows:
+        table.add_row(str(row.requests), f"{row.step_us:.1f}", f"{row.us_per_request:.3f}")
     show(table)
     write_json(json_file, [asdict(row) for row in rows])
