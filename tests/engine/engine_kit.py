@@ -14,6 +14,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SLOW_TYPES = {"qwen3next": "bfloat16"}  # its kernels exist in one type only
 PATIENCE_S = float(os.environ.get("KVSTRATA_ENGINE_PATIENCE_S", "270"))
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Small models gain nothing by more threads, and those spin for each other whenever another process runs."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 
@@ -45,7 +47,12 @@ class Engine:
     ) -> None:
         read_commands, self._commands_fd = os.pipe()
         self._answers_fd, write_answers = os.pipe()
-        settings = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", **(environment or {})}
+        settings = {
+            **ONE_THREAD,
+            **os.environ,
+            "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
+            **(environment or {}),
+        }
         self.log = model.parent / f"{model.name}-{os.getpid()}-{self._commands_fd}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
