@@ -14,6 +14,8 @@ from kvstrata.types import I64, OffloadKey
 
 _NO_KEY = b""
 _REBUILD_FROM = 1024
+_PIECE = 8
+"""From so many keys on it pays to see whether they lie in one piece."""
 
 
 class KeyIndex:
@@ -36,9 +38,44 @@ class KeyIndex:
 
     def find(self, keys: Sequence[OffloadKey]) -> I64:
         """The slot of each key, or -1."""
+        if len(keys) >= _PIECE and (found := self._in_pieces(keys)) is not None:
+            return found
         if self.slots.keys().isdisjoint(keys):  # ends at the first key that is here, and costs half if none is
             return no_slots(len(keys)).copy()
         return np.fromiter(map(self.slots.get, keys, repeat(-1)), np.int64, len(keys))
+
+    def _in_pieces(self, keys: Sequence[OffloadKey]) -> I64 | None:
+        """`find` for keys whose slots are a few runs of neighbours, as what was stored together mostly is; else None.
+
+        The keys of a run are compared, and not looked up one by one.
+        """
+        parts, at = [], 0
+        while at < len(keys):
+            first = self.slots.get(keys[at], -1)
+            if first < 0:
+                return None
+            size = self._piece(first, keys, at)
+            if size < _PIECE and at + size < len(keys):
+                return None
+            parts.append(np.arange(first, first + size))
+            at += size
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _piece(self, first: int, keys: Sequence[OffloadKey], at: int) -> int:
+        """How many keys from `at` on lie in neighbouring slots from `first` on, where the first one does."""
+        by_slot = self.keys
+        some, most = 1, len(keys) - at
+        if by_slot[first : first + most] == keys[at:]:
+            return most
+        if by_slot[first + 1 : first + _PIECE] != keys[at + 1 : at + _PIECE]:
+            return 1
+        while most - some > 1:
+            middle = (some + most) // 2
+            if by_slot[first + some : first + middle] == keys[at + some : at + middle]:
+                some = middle
+            else:
+                most = middle
+        return some
 
     def lacks(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether none of the keys is here; ends at the first that is."""
