@@ -27,6 +27,11 @@ SCENARIOS = Path(__file__).parent.parent / "docs" / "scenarios.md"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register one mark for each scenario of the docs; a mark with another number is an error."""
+    """Register one mark for each scenario of the docs; a mark with another number is an error.
+
+    Without `-m`, tests that take long or need an engine or a server are left out.
+    """
+    if not config.option.markexpr:
+        config.option.markexpr = "not soak and not engine and not services"
     for number in re.findall(r"^\| (\d+) \|", SCENARIOS.read_text(encoding="utf-8"), re.MULTILINE):
         config.addinivalue_line("markers", f"scenario_{number}: scenario {number} of docs/scenarios.md")

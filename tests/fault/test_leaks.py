@@ -11,10 +11,11 @@ import errno
 import gc
 import os
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,6 @@ class Footprint:
     mappings: int
     """Of regions that others can map."""
 
-    def within(self, other: Footprint) -> bool:
-        """Whether nothing is held beyond `other`. Less is well: an earlier test's thread may have been ending."""
-        return all(mine <= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
-
 
 def footprint() -> Footprint:
     """Counted by looking, not by asking anybody."""
@@ -81,16 +78,25 @@ def settled(expected: Footprint) -> Footprint:
     """The footprint, once threads that were told to end have had their turn to do so."""
     found = footprint()
     for _ in range(2000):
-        if found.within(expected):
+        if found == expected:
             break
         os.sched_yield()
         found = footprint()
     return found
 
 
+def at_rest() -> Footprint:
+    """The footprint, once what earlier tests have told to end has ended: it must not be counted as ours."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(0.1)  # those that an earlier test has abandoned stay, before and after
+    return footprint()
+
+
 def check_rounds(one: Callable[[], None], rounds: int, warm_up: int = WARM_UP) -> None:
     """Do `one` many times; nothing may be left."""
-    before = footprint()
+    before = at_rest()
     for _ in range(warm_up):
         one()
     gc.collect()
@@ -106,7 +112,7 @@ def check_rounds(one: Callable[[], None], rounds: int, warm_up: int = WARM_UP) -
     finally:
         tracemalloc.stop()
     after = settled(before)
-    assert after.within(before), (after, before)
+    assert after == before
     assert left <= SLACK + PER_ROUND * rounds, f"{left} bytes are left of {rounds} rounds"
 
 
@@ -245,7 +251,7 @@ def test_an_open_that_fails_at_its_k_th_call_leaves_nothing(kind: str, code: int
     if used:
         use(tier_of(kind, place))
     use(tier_of(kind, tmp_path / "other"))  # what a first use loads is loaded
-    before = footprint()
+    before = at_rest()
     for k in range(1, 500):
         tier, fault = tier_of(kind, place), KthCall(k, code)
         rig = TierHarness(tier, chunk_bytes=CHUNK, slots=8)
@@ -255,14 +261,14 @@ def test_an_open_that_fails_at_its_k_th_call_leaves_nothing(kind: str, code: int
             rig.executor.run_all()
         rig.close()
         rig.executor.run_all()
-        assert settled(before).within(before), f"call {k}"
+        assert settled(before) == before, f"call {k}"
         if not fault.struck:
             break
     else:
         pytest.fail("no open went through")
     assert k > 5, "the open makes more calls than that"
     use(tier_of(kind, place))
-    assert settled(before).within(before)
+    assert settled(before) == before
 
 
 # a driver with its thread, tiers with theirs, and an I/O process
@@ -342,13 +348,13 @@ def test_an_io_process_that_cannot_be_started_leaves_nothing(
         raise OSError(errno.EMFILE, "injected")
 
     assert process.subprocess is subprocess
-    before = footprint()
+    before = at_rest()
     one(broken=False)
     for _ in range(5):
         one(broken=True)
     after = settled(before)
-    assert after.within(before), (after, before)
+    assert after == before
     one(broken=False)
     after = settled(before)
-    assert after.within(before), (after, before)
+    assert after == before
     region.close()

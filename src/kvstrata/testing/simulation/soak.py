@@ -9,11 +9,14 @@ import argparse
 import gc
 import multiprocessing
 import os
+import signal
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
+from types import FrameType
 
 from kvstrata.testing.coverage import Coverage
 from kvstrata.testing.simulation.faults import KINDS
@@ -22,6 +25,8 @@ from kvstrata.testing.simulation.run import Outcome, SimulationError, simulate
 
 BLOCK = 20
 """Seeds that one process runs before it reports."""
+MOST_CPU_S = 60
+"""Seconds of work after which a seed counts as hanging; it takes less than one."""
 MOST_SHOWN = 1
 """Failing seeds whose trace is shown."""
 
@@ -75,14 +80,22 @@ def run_seeds(seeds: Iterable[int]) -> Sums:
     gc.freeze()  # what is imported stays; a seed makes little that refers to itself
     gc.set_threshold(50_000, 20, 50)
     begun = os.times()
+    signal.signal(signal.SIGVTALRM, _too_long)
     for seed in seeds:
+        signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_S)
         try:
             sums.outcomes.append(simulate(seed, sums.coverage, struck=sums.struck, shorten=False))
         except Exception as error:
             sums.failures.append((seed, f"{type(error).__name__}: {error}"))
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     ended = os.times()
     sums.cpu_s = ended.user + ended.system - begun.user - begun.system
     return sums
+
+
+def _too_long(_: int, frame: FrameType | None) -> None:
+    where = "".join(traceback.format_stack(frame, 12))
+    raise AssertionError(f"no end after {MOST_CPU_S} s of work, in\n{where}")
 
 
 def soak(first: int, count: int, jobs: int = 1, minutes: float = 0.0) -> Sums:
