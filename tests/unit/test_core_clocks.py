@@ -10,6 +10,7 @@ from core_kit import (
     add_held,
     answer_probes,
     async_tier,
+    context,
     core_of,
     fill,
     finish_loads,
@@ -325,6 +326,28 @@ def test_a_queued_request_that_expires_takes_what_primary_has_if_the_share_has_r
 
 
 # -- silence
+
+
+@pytest.mark.parametrize("door", ["two phases", "per key"])
+def test_at_the_very_instant_of_a_deadline_what_is_due_happens(door: str) -> None:
+    # 1021.66 + 30 is 1051.6599999999999, and that less 1021.66 is less than 30.
+    last, silence = 1021.66, 30.0
+    assert (last + silence) - last < silence
+    tier = async_tier()
+    config = settings(16, stall_s=100.0, total_s=100.0, job_idle_s=silence, job_total_s=silence, silence_s=silence)
+    stack = stack_of(tiers=[tier], config=config)
+    (keys,) = stack.add("a", 4 * TPC)
+    stack.core.advance(last)
+    if door == "two phases":
+        stack.poll("a", 0, 4 * TPC)
+    else:
+        stack.lookup(keys[0], context("a"))
+        stack.core.on_schedule_end()
+    assert core_of(stack).requests.waiting == 1
+    stack.core.advance(last + silence)
+    counters = statistics(stack).counters
+    assert counters.silences == 1
+    assert core_of(stack).tiers[0].reads.opened == 1, "the probe is overdue at the same instant"
 
 
 @pytest.mark.parametrize("wanted", ["resolving", "queued", "fetching", "ready"])

@@ -237,7 +237,7 @@ class PerKeyDoor:
         """The request's timer fired."""
         if request.clock is None or request.state is not RequestState.RESOLVING:
             return
-        if self._core.now - request.last_poll >= self._core.config.silence_s:
+        if self._core.now >= request.last_poll + self._core.config.silence_s:  # as the timer counts
             self._core.counters.silences += 1
             self.release(request, PromotionTag.EXPIRED)
         elif request.clock.expired(self._core.now):

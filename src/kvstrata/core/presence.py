@@ -433,8 +433,8 @@ class PresenceBook:
 
     def overdue(self) -> list[Probe]:
         """Probes that passed the bound of probes; they are forgotten."""
-        late = self._core.now - self._core.config.job_idle_s
-        gone = list(takewhile(lambda ticket: self.probes[ticket].started <= late, self.probes))  # oldest first
+        now, idle = self._core.now, self._core.config.job_idle_s
+        gone = list(takewhile(lambda ticket: self.probes[ticket].started + idle <= now, self.probes))  # oldest first
         probes = [self.probes.pop(ticket) for ticket in gone]
         for probe in probes:
             self._core.tiers[probe.tier].reads.failure(self._core.now, at_once=True)

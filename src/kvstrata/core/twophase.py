@@ -377,7 +377,7 @@ class TwoPhaseDoor:
         if request.state not in WAITING and request.state is not RequestState.READY:
             return
         assert request.clock is not None
-        if now - request.last_poll >= self._core.config.silence_s:
+        if now >= request.last_poll + self._core.config.silence_s:  # as the timer counts, or it fires for ever
             self._core.counters.silences += 1
             self.release(request, PromotionTag.EXPIRED)
             request.order = 0

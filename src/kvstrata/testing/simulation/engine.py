@@ -278,8 +278,11 @@ class SimEngine:
                 continue
             tokens = self._piece(request, budget)
             while (more := self._grow(request, request.num_computed_tokens + tokens)) is None:
-                if self.running == [request] and self._make_way(request):
-                    continue
+                if self.running == [request]:
+                    if self._make_way(request):
+                        continue
+                    if self._loading:
+                        break  # what is being loaded can give way once it has landed
                 victim = self.running[-1]
                 self.preempt(victim)
                 if victim is request:
