@@ -194,6 +194,8 @@ class Simulation:
         )  # fmt: skip
         for i, disk in self.disks.items():
             self.manager.listeners[i] = disk.heard
+        for tier in self.sim_tiers:
+            tier.epoch_of = lambda job_id: self.manager.jobs[job_id].epoch
         self.driver = Driver(cast(Any, self.manager), guarded, self.clock, strict=True)
         self.engine = SimEngine(
             shape, self.content, self.faults, self.choices, blocks=setup.blocks, budget=setup.budget, lag=setup.lag,

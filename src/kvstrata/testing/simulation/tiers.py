@@ -62,8 +62,10 @@ class SimTier(ScriptedTier):
         self.obeys_cancel = choices.below(2) == 1
         self.durable: dict[OffloadKey, bytes] = {}
         self.stalled_until = 0.0
+        self.epoch_of: Callable[[int], int] = lambda job_id: content.epoch
+        """The epoch in which a job was decided."""
         self.epochs: dict[int, int] = {}
-        """The epoch in which each unfinished store was handed over."""
+        """The same for each unfinished store."""
         self._hung: list[PendingJob] = []
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -122,7 +124,7 @@ class SimTier(ScriptedTier):
         self._plan(job, self.faults.meets(self.choices, LOAD_FAULTS))
 
     def _take_store(self, job: PendingJob) -> None:
-        self.epochs[job.job.job_id] = self.content.epoch
+        self.epochs[job.job.job_id] = self.epoch_of(job.job.job_id)
         self._plan(job, self.faults.meets(self.choices, STORE_FAULTS))
 
     def _plan(self, job: PendingJob, kind: str) -> None:

@@ -102,6 +102,8 @@ class WatchedManager(TieringOffloadingManager):
         self.answered = 0
         self.listeners: dict[int, Callable[[TierEvent, WatchedJob | None], None]] = {}
         """Who else wants to hear what a tier reports."""
+        self._epochs = {0: content.epoch}
+        """Epoch of the content, by generation of the core."""
         self._ids: set[int] = set()
         self._decided: set[int] = set()
         """Loads that were decided, but not handed over yet, when time moved last."""
@@ -403,6 +405,7 @@ class WatchedManager(TieringOffloadingManager):
         for request in self._core.requests.values():
             self._strike(f"reset {reason.value}", request)
         super().reset_cache(reason)
+        self._epochs[self._core.generation] = self.content.epoch
         ready = int((self.residency.state == SlotState.READY).sum())
         demand(not ready, f"{ready} chunks are readable right after a reset")
         self._step("reset")
@@ -422,8 +425,10 @@ class WatchedManager(TieringOffloadingManager):
         others = [other for other in self.jobs.values() if other.tier == command.tier and other.load == load]
         self._new_id(job.job_id)
         self.shadow.begin(job.job_id, job.offsets, job.lengths, writes=load)
+        known = self._core.ledger.get(job.job_id)  # a reset may have come between decision and hand-over
+        epoch = self.content.epoch if known is None else self._epochs[known.generation]
         self.jobs[job.job_id] = WatchedJob(
-            command.tier, load, job.keys, job.offsets, job.lengths, self.content.epoch, now, now,
+            command.tier, load, job.keys, job.offsets, job.lengths, epoch, now, now,
             set(range(len(job.keys))),
         )  # fmt: skip
         moving = sum(sum(other.lengths[i] for i in other.open) for other in others if not other.overdue)
@@ -441,7 +446,7 @@ class WatchedManager(TieringOffloadingManager):
             )
         if not load:
             for key, offset, length in zip(job.keys, job.offsets, job.lengths, strict=True):
-                self.demand_right(f"cascade {job.job_id}", key, offset, length)
+                self.demand_right(f"cascade {job.job_id}", key, offset, length, epoch)
         self._say(f"  {type(command).__name__} {job.job_id} to tier{command.tier}: {len(job.keys)} keys")
 
     def _new_id(self, job_id: int) -> None:
