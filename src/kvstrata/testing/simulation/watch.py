@@ -370,6 +370,8 @@ class WatchedManager(TieringOffloadingManager):
         resets, stored = self._core.counters.resets, self._core.counters.stored
         super().complete_store(job_id, ok, digests)
         published = self._core.counters.stored > stored
+        for wait in self.clocks.values() if published else ():
+            wait.quiet = 0.0  # somebody may have waited for these chunks
         demand(not published or left == 1, f"store {job_id} is published before all ranks have reported")
         if published and self._core.counters.resets == resets:
             self._check_published(plan)
