@@ -304,6 +304,26 @@ def test_queued_promotions_of_a_tier_whose_breaker_opens_fail_at_once() -> None:
     assert stack.core.residency.reserved_bytes == 0
 
 
+def test_a_trial_stays_within_the_share_of_what_is_in_flight() -> None:
+    tier = sync_tier()
+    stack = stack_of(
+        tiers=[tier], config=settings(16, promotion_share=1.0, store_reserve=0.0, inflight_share=1 / 16, **PATIENT)
+    )
+    add_held(stack, tier, "a", TPC)
+    stack.poll("a", 0, TPC)
+    (slow,) = tier.loads  # not overdue for long
+    core_of(stack).tiers[0].reads.failure(stack.clock.monotonic(), at_once=True)
+    stack.wait(1.0)
+    assert reads(stack) is BreakerState.HALF_OPEN
+    add_held(stack, tier, "b", TPC)
+    stack.poll("b", 0, TPC)
+    assert tier.loads == [slow]
+    slow.finish()
+    stack.pump()
+    finish_loads(stack, tier)
+    assert stack.poll("b", 0, TPC).hit == TPC
+
+
 def test_a_failed_trial_keeps_it_open_for_twice_as_long() -> None:
     tier = sync_tier()
     stack = stack_of(tiers=[tier])

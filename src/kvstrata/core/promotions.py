@@ -217,9 +217,10 @@ class Promotions:
 
         A small remainder waits until a quarter of the share is free, so that paced reads stay large.
         """
-        if tier.reads.is_trial or tier.overdue_jobs:
-            return queued[:1]
         core = self._core
+        if tier.reads.is_trial or tier.overdue_jobs:
+            room = core.inflight_limit - tier.inflight  # of what is overdue, `readable` takes care
+            return queued[:1] if tier.overdue_jobs or core.byte_size(queued[:1]) <= room else NO_SLOTS
         queued = queued[: tier.port.capabilities.max_batch]
         if core.byte_size(queued) <= core.inflight_limit - tier.inflight:
             return queued
