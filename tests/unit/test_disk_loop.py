@@ -165,12 +165,48 @@ def test_stores_find_back_to_their_depth_with_what_they_store_after_a_load() -> 
 def test_calls_at_the_disk_and_stores_made_ready_are_bounded() -> None:
     rig = Rig(width=3, write_depth=2)
     for number in range(8):
-        rig.loop.push(rig.write(number))
+        for again in range(5):
+            rig.loop.push(msgspec.structs.replace(rig.write(number), task_id=number + 8 * again))
     rig.turn()
     assert len(rig.queue.at_disk) == 2
-    assert rig.loop._writes.ready <= 5 * MIB
+    assert rig.loop._writes.ready <= 17 * MIB
     rig.finish()
-    assert len(rig.answers) == 8
+    assert len(rig.answers) == 40
+
+
+def test_of_calls_that_end_all_at_once_the_first_is_followed_before_the_others_are_looked_at() -> None:
+    rig = Rig(write_depth=2)
+    for number in range(4):
+        rig.loop.push(rig.write(number))
+    rig.turn()
+    handed_over: list[int] = []
+    submit = rig.queue.submit
+
+    def note() -> None:
+        handed_over.append(len(rig.queue.pushed))
+        submit()
+
+    rig.queue.submit = note  # type: ignore[method-assign]
+    rig.queue.end()
+    rig.queue.end()
+    rig.loop.turn()
+    assert [count for count in handed_over if count] == [1, 1]
+
+
+@pytest.mark.parametrize("bad", ["digest", "short", "error"])
+def test_a_load_that_is_not_as_it_should_be_says_why(bad: str) -> None:
+    rig = Rig()
+    rig.store(0)
+    task = rig.read(10)
+    if bad == "digest":
+        task = msgspec.structs.replace(task, digests=bytes(16))
+    rig.loop.push(task)
+    rig.turn()
+    rig.queue.end(result={"digest": None, "short": 1000, "error": -errno.EIO}[bad])
+    rig.finish()
+    (done,) = rig.answers
+    cause = {"digest": FailCause.CORRUPT, "short": FailCause.WRONG_SIZE, "error": FailCause.IO_ERROR}[bad]
+    assert done.failed == [(0, str(cause))]
 
 
 def test_of_small_loads_twice_as_many_are_at_the_disk() -> None:

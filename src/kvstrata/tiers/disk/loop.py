@@ -29,16 +29,21 @@ _FEW_BYTES = 1 << 16
 _GROW_BYTES = 1 << 20
 _WORK_BYTES = 1 << 19
 """So many bytes are checked between two looks at what has ended and what has come."""
-_READY_BYTES = 4 << 20
+_READY_BYTES = 16 << 20
 """Stores are made ready ahead of their turn up to this much, so that the disk never waits for their digests."""
+_TOGETHER = 8
+"""Calls that are handed over at once, unless the disk has nothing to do: then the first goes alone."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A task under way. `begun`: bytes of its call that were handed over; `got`: bytes of it that are there."""
+    """A task under way. `begun`: bytes of its call that were handed over; `got`: bytes of it that are there.
 
-    task_id: int
-    steps: Steps
+    `steps` is None for a load of the plain kind until something about it is not as it should be.
+    """
+
+    task: Task
+    steps: Steps | None
     lane: _Lane
     call: Call
     begun: int = 0
@@ -117,18 +122,14 @@ class IoLoop:
 
     def turn(self) -> bool:
         """Keep the disk busy, then let some tasks go on; whether there is more to do at once. Does not wait."""
-        for tag, result in self._queue.take():
-            flight, begin, size = self._pieces.pop(tag)
-            flight.out -= 1
-            flight.lane.out -= 1
-            self._ended(flight, begin, size, result)
-            if not flight.out and (flight.begun >= flight.call.size or flight.error is not None):
-                self._due.append(flight)
-        while self._begin(self._reads):  # which costs nothing: what loads take is the check of what came
-            pass
+        ended = self._queue.take()
+        for number, (tag, result) in enumerate(ended):
+            self._note(tag, result)
+            if not number:  # calls may end all at once: the disk gets one before the others are looked at
+                self._hand_over()
         self._hand_over()
         if not self._due:
-            return self._begin(self._writes)
+            return self._begin(self._reads) or self._begin(self._writes)
         work = 0
         while self._due and work < _WORK_BYTES:
             flight = self._due.popleft()
@@ -138,12 +139,25 @@ class IoLoop:
 
     # calls that end
 
-    def _ended(self, flight: _Flight, begin: int, size: int, result: int) -> None:
+    def _note(self, tag: int, result: int) -> None:
+        flight, begin, size = self._pieces.pop(tag)
+        flight.out -= 1
+        flight.lane.out -= 1
+        if result == size:
+            flight.got += size
+            if flight.call.write:
+                self._grow(size)
+        else:
+            self._ended_short(flight, begin, size, result)
+        if not flight.out and (flight.begun >= flight.call.size or flight.error is not None):
+            self._due.append(flight)
+
+    def _ended_short(self, flight: _Flight, begin: int, size: int, result: int) -> None:
         write = flight.call.write
         if result < 0:
             flight.error = OSError(-result, "")
-        elif result == size or (not write and (not result or result % SECTOR)):
-            flight.got += result  # all of it, or the file ends here
+        elif not write and (not result or result % SECTOR):
+            flight.got += result  # the file ends here
         elif not result:
             flight.error = OSError(errno.ENOSPC, "a write was not taken")
         else:  # it came back short: the rest is another call
@@ -174,13 +188,24 @@ class IoLoop:
             flight.lane.open.remove(flight)
             flight.lane.ready -= flight.call.size - flight.begun
         error, flight.error = flight.error, None
+        steps = flight.steps
+        if steps is None:
+            task = flight.task
+            if isinstance(task, ReadUnit) and self._is_right(flight, task, error):
+                self._report(Done(task.task_id), True)
+                return
+            steps = flight.steps = self._workshop.steps(task)
+            next(steps)  # the call that was made
         try:
-            flight.call = flight.steps.send(flight.got) if error is None else flight.steps.throw(error)
+            flight.call = steps.send(flight.got) if error is None else steps.throw(error)
         except StopIteration as end:
             self._report(end.value, flight.lane is self._reads)
             return
         flight.begun = flight.got = 0
         self._open(flight)
+
+    def _is_right(self, flight: _Flight, task: ReadUnit, error: OSError | None) -> bool:
+        return error is None and flight.got == flight.call.size and self._workshop.is_right(task)
 
     # calls that begin
 
@@ -198,19 +223,25 @@ class IoLoop:
             self._queue.submit()
 
     def _submit(self, lane: _Lane, depth: int, piece: int) -> bool:
-        moved = False
-        while lane.open:
+        moved = 0
+        load = lane is self._reads
+        while lane.open or (load and self._begin(lane)):
+            if not lane.open:  # it ended before it made a call
+                continue
             flight = lane.open[0]
-            if lane.out >= (2 * depth if flight.call.size <= _FEW_BYTES and lane is self._reads else depth):
-                return moved
-            size = min(piece, flight.call.size - flight.begun)
+            size = flight.call.size
+            if lane.out >= (2 * depth if load and size <= _FEW_BYTES else depth):
+                break
+            size = min(piece, size - flight.begun)
             self._push(flight, flight.begun, size)
             flight.begun += size
             lane.ready -= size
             if flight.begun >= flight.call.size:
                 lane.open.popleft()
-            moved = True
-        return moved
+            if not moved % _TOGETHER:
+                self._queue.submit()
+            moved += 1
+        return moved > 0
 
     def _push(self, flight: _Flight, begin: int, size: int) -> None:
         self._next_tag += 1
@@ -236,9 +267,13 @@ class IoLoop:
             lane.out += 1
             self._aside(task)
             return True
+        call = self._workshop.plain(task) if isinstance(task, ReadUnit) else None
+        if call is not None:
+            self._open(_Flight(task, None, lane, call))
+            return True
         steps = self._workshop.steps(task)
         try:
-            self._open(_Flight(task.task_id, steps, lane, next(steps)))
+            self._open(_Flight(task, steps, lane, next(steps)))
         except StopIteration as end:
             self._report(end.value, load)
         return True

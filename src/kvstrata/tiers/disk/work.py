@@ -178,6 +178,26 @@ class Workshop:
                 failed = yield from self._read_each(task, read)
         return Done(task.task_id, failed=failed) if failed else Done(task.task_id)
 
+    def plain(self, task: ReadUnit) -> Call | None:
+        """The one call of a load that needs no place but its slots; None if it is of another kind, or cannot begin.
+
+        If all of it came and `is_right` says so the task has ended well; else `steps` begins with the same call.
+        """
+        if not task.straight or not task.memory:
+            return None
+        handle = self._handles.get(task.segment)
+        if handle is None:
+            return None
+        start, memory, lengths = task.places[0], task.memory, task.lengths
+        if len(memory) == 1:
+            return Call(handle, False, ((self._memory, memory[0], lengths[0]),), start, lengths[0])
+        parts = [(self._memory, at, size) for at, size in runs(memory, lengths)]
+        return Call(handle, False, parts, start, task.places[-1] + lengths[-1] - start)
+
+    def is_right(self, task: ReadUnit) -> bool:
+        """Whether what lies in the slots is what was asked for."""
+        return not task.verify or self._digests(task.memory, task.lengths) == task.digests
+
     def _read_each(self, task: ReadUnit, read: _Read) -> Generator[Call, int, Failures]:
         failed: Failures = []
         for index in range(len(task.places)):
