@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstrata.layout.groups import Group, Layout
+from kvstrata.layout.kinds import FullAttention
 from kvstrata.testing.simfs import SimDisk, SimFiles
+from kvstrata.testing.stack import NAMESPACE as STACK_NAMESPACE
+from kvstrata.testing.stack import CoreStack
 from kvstrata.testing.tier_harness import NAMESPACE, TierHarness, chunk_keys
 from kvstrata.tiers.disk import DiskTier
 from kvstrata.tiers.disk.recover import CHECKPOINT_NAME
-from kvstrata.types import OffloadKey
+from kvstrata.types import OffloadKey, Presence, ResetReason
 
 PATH = "/disk"
 CHUNK = 5000
@@ -27,6 +31,14 @@ def make(disk: SimDisk, seed: int, *, executor_seed: int | None = None) -> TierH
         largest_chunk=1,
     )
     return TierHarness(tier, chunk_bytes=CHUNK, slots=64, seed=executor_seed)
+
+
+def forget_checkpoint(disk: SimDisk) -> None:
+    """What is opened next has to scan."""
+    cleaner = SimFiles(disk, 99)
+    directory = cleaner.open_directory(PATH, create=False)
+    cleaner.unlink(directory, CHECKPOINT_NAME)
+    cleaner.close(directory)
 
 
 class Expectation:
@@ -199,10 +211,7 @@ def test_former_records_of_reclaimed_segments_stay_away_after_a_kill(how: str, b
     assert isinstance(files, SimFiles)
     files.kill()
     if by == "scan":
-        cleaner = SimFiles(disk, 99)
-        directory = cleaner.open_directory(PATH, create=False)
-        cleaner.unlink(directory, CHECKPOINT_NAME)
-        cleaner.close(directory)
+        forget_checkpoint(disk)
     again = make(disk, 8).open()
     found = again.present([*first, *later])
     assert found
@@ -210,6 +219,31 @@ def test_former_records_of_reclaimed_segments_stay_away_after_a_kill(how: str, b
     record = again.load(found)
     assert record.ok
     again.check_loaded(record)
+    again.close()
+
+
+def test_former_records_stay_away_after_a_reset_a_kill_and_a_scan() -> None:
+    disk = SimDisk()
+    files = SimFiles(disk, 3)
+    layout = Layout((Group(FullAttention(), 16, chunk_bytes=CHUNK),))
+    tier = DiskTier(path=PATH, limit=LIMIT, segment_bytes=SEGMENT, files=files, largest_chunk=1)
+    stack = CoreStack(layout, [tier], chunks=16)
+    former = stack.add("former", 16 * 8)[0]
+    assert stack.store("former") is not None
+    stack.finish("former")
+    assert tier.probe(former).tolist() == [Presence.PRESENT] * 8
+    stack.core.reset_cache(ResetReason.CONTENT_INVALID)
+    stack.pump()
+    later = stack.add("later", 16 * 8)[0]
+    assert stack.store("later") is not None
+    assert tier.probe(later).tolist() == [Presence.PRESENT] * 8
+    files.kill()
+    forget_checkpoint(disk)
+    again = TierHarness(
+        DiskTier(path=PATH, limit=LIMIT, segment_bytes=SEGMENT, files=SimFiles(disk, 4), largest_chunk=1),
+        chunk_bytes=CHUNK, namespace=STACK_NAMESPACE, layout_tag=1,
+    ).open()  # fmt: skip
+    assert again.present([*former, *later]) == later
     again.close()
 
 
