@@ -14,7 +14,7 @@ import numpy as np
 from kvstrata.tiers.disk.desk import Desk
 from kvstrata.tiers.disk.format import KEY_WORDS
 from kvstrata.tiers.disk.jobs import Job
-from kvstrata.tiers.disk.reads import Reads
+from kvstrata.tiers.disk.reads import Found, Reads
 from kvstrata.tiers.disk.writes import Writes
 from kvstrata.types import I64, KEY_BYTES, FailCause, TierJob
 
@@ -66,17 +66,28 @@ class Intake:
         rows = index.find(words)
         changes = index.changes
         singles = self._singles(rows) if any(load and state.left == 1 for state, load, _ in accepted) else None
+        found = self._found(rows) if any(load and state.left > 1 for state, load, _ in accepted) else None
         at = 0
         for state, load, packed in accepted:
             end = at + state.left
             if index.changes != changes:  # a job before this one dropped a version
                 rows[at:end] = index.find(words[at:end])
-                singles = None
+                singles = found = None
             if not load:
                 self._writes.submit(state, packed, rows[at:end])
-            elif not (singles is not None and end == at + 1 and self._reads.submit_one(state, *singles[at])):
+            elif not (
+                (singles is not None and end == at + 1 and self._reads.submit_one(state, *singles[at]))
+                or (found is not None and self._reads.submit_even(state, rows[at:end], found.part(at, end)))
+            ):
                 self._reads.submit(state, rows[at:end])
             at = end
+
+    def _found(self, rows: I64) -> Found:
+        """What the index has in these rows, by one call for all jobs."""
+        index = self._desk.index
+        lengths = np.where(rows >= 0, index.length.take(rows), -1).tolist()
+        homes, places = index.segment.take(rows).tolist(), index.offset.take(rows).tolist()
+        return Found(lengths, homes, places, index.digest.take(rows, axis=0).tobytes())
 
     def _singles(self, rows: I64) -> list[tuple[int, int, int, int, bytes]]:
         """Row, segment, place, length (-1: not held) and digest of each: for jobs of one key, by one call for all."""

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, SECTOR, align_up
 from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
-from kvstrata.types import I32, I64, Bool
-
-U32 = npt.NDArray[np.uint32]
+from kvstrata.types import I64, Bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +158,10 @@ def in_a_row(segments: list[int], places: list[int], size: int) -> list[tuple[in
     return [(at, min(at + most, count)) for at in range(0, count, most)]
 
 
-def even_units(segments: I32, places: U32, size: int) -> list[tuple[int, int]] | None:
+def even_units(segments: I64, places: I64, size: int) -> list[tuple[int, int]] | None:
     """Units of straight slots of one size as ranges of the given order; None if that is not the order on disk."""
     # Two places of different segments are never `size` apart here: both are within 32 bits of their segment.
-    order = (segments.astype(np.int64) << 32) | places
+    order = (segments << 32) | places
     steps = order[1:] - order[:-1]
     breaks = np.flatnonzero(steps != size)
     if len(breaks) and bool((steps[breaks] < 0).any()):

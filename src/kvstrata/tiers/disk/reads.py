@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +18,21 @@ from kvstrata.tiers.disk.writes import Writes
 from kvstrata.types import DIGEST_BYTES, I64, FailCause, OffloadKey
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where some keys lie: length (-1: not held), segment and place of each, and their digests, concatenated."""
+
+    lengths: list[int]
+    homes: list[int]
+    places: list[int]
+    digests: bytes
+
+    def part(self, begin: int, end: int) -> Found:
+        """Those of one job."""
+        digests = self.digests[begin * DIGEST_BYTES : end * DIGEST_BYTES]
+        return Found(self.lengths[begin:end], self.homes[begin:end], self.places[begin:end], digests)
+
+
 class Reads:
     """The loads of a volume. `left` is set by the volume: called when a unit no longer reads its segment."""
 
@@ -29,8 +45,7 @@ class Reads:
         """Read what is held. `rows`: where the job's keys are, or -1."""
         job, index, writes = state.job, self._desk.index, self._writes
         if rows.min() >= 0 and index.length.take(rows).tolist() == list(job.lengths):
-            if not self._read_even(state, rows):
-                self._read(state, np.arange(len(rows)), rows, np.array(job.lengths, np.int64))
+            self._read(state, np.arange(len(rows)), rows, np.array(job.lengths, np.int64))
             return
         lengths = np.array(job.lengths, np.int64)
         found = rows >= 0
@@ -61,22 +76,20 @@ class Reads:
         desk.workers.push(ReadUnit(task_id, home, places, [length], [memory], digest, desk.settings.verify, straight))
         return True
 
-    def _read_even(self, state: Job, rows: I64) -> bool:
-        """The same as `_read` for a job whose keys, all held, have straight slots of one size and lie in its order.
+    def submit_even(self, state: Job, rows: I64, found: Found) -> bool:
+        """The same for a job whose keys, all held, have straight slots of one size and lie in its order.
 
         False if it is not of that kind.
         """
         desk, index, job = self._desk, self._desk.index, state.job
         size = even_size(job.lengths, job.offsets, desk.address)
-        if not size:
+        if not size or found.lengths.count(size) != len(found.lengths):
             return False
-        segments, places = index.segment.take(rows), index.offset.take(rows)
-        homes, numbers = segments.tolist(), places.tolist()
-        units = in_a_row(homes, numbers, size) or even_units(segments, places, size)
+        homes, numbers, digests = found.homes, found.places, found.digests
+        units = in_a_row(homes, numbers, size) or even_units(np.array(homes), np.array(numbers), size)
         if units is None:
             return False
         index.stamp[rows] = desk.next_tick()
-        digests = index.digest.take(rows, axis=0).tobytes()
         lengths, memory, verify = list(job.lengths), list(job.offsets), desk.settings.verify
         for a, b in units:
             segment = desk.space.segments[homes[a]]
