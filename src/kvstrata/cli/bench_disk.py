@@ -8,6 +8,7 @@ it, and where vLLM is, its file-system tier is measured beside.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -217,6 +218,8 @@ class Bench:
                 TierJob(self._jobs, keys[at : at + per_job], [slot * chunk for slot in part], [chunk] * len(part))
             )
         submit = self.tier.submit_load if load else self.tier.submit_store
+        gc.collect()
+        gc.freeze()
         cpu, thread = self._cpu(), _thread_seconds()
         begin = self._clock.monotonic()
         for job in jobs:
