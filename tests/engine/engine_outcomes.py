@@ -201,7 +201,6 @@ def inner_error(host: Any, asked: list[int]) -> None:
         _serve(host, asked)
     finally:
         del manager.poll
-        host.side.shield.faults.clear()
 
 
 SCENES: tuple[Scene, ...] = (
