@@ -71,6 +71,15 @@ class SimCopier:
             del job.left[self.choices.below(len(job.left) + 1) :]
         self._jobs[job_id] = job
 
+    def fail_one(self) -> None:
+        """One of the stores under way fails, if there is one."""
+        stores = [job for job in self._jobs.values() if not job.load and not job.fails]
+        if stores:
+            job = self.choices.pick(stores)
+            job.fails = True
+            self.on_failure()
+            del job.left[self.choices.below(len(job.left) + 1) :]
+
     def _source(self, piece: Piece, load: bool) -> bytes:
         g, group = piece.group, self._memory.shape.groups[piece.group]
         if load:

@@ -186,7 +186,7 @@ class SimEngine:
         )
         self._execute(work, scheduled, [*fresh_blocks(fresh), *grown_blocks(grown)])
         self._advance(scheduled)
-        self._receive()
+        self.receive()
 
     def _execute(self, work: StepWork, scheduled: dict[str, int], handed: Sequence[int]) -> None:
         for worker in self.workers:
@@ -204,7 +204,8 @@ class SimEngine:
         reports = [worker.report() for worker in self.workers]
         self._reports.append((self._steps + self.lag, results, reports))
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Reports of the ranks that are due reach the scheduler."""
         self.collect()
         while self._reports and self._reports[0][0] <= self._steps:
             _, results, reports = self._reports.pop(0)

@@ -48,7 +48,7 @@ LEAST_STEPS = 300
 LEAST_REQUESTS = 20
 MOST_TURNS = 3000
 FAMILIES = 3
-AWAY = (16.0, 31.0, 70.0, 4.0)
+AWAY = (4.0, 16.0, 70.0, 4.0)
 """Seconds that may pass in a turn while the engine does nothing."""
 SHORTEN_MOST = 80
 """Most runs that are spent on making a failing one shorter."""
@@ -272,6 +272,8 @@ class Simulation:
         if self.away:
             self.away -= 1
             self._tiers_work()
+            if not self.away:
+                self.engine.receive()  # what the ranks had to say about the last step before
             return
         if len(self.engine.requests) < 6 and self.made - self.finished < 9 and choices.below(2) == 0:
             self.new_request()
@@ -373,6 +375,9 @@ class Simulation:
                 victims = list(reversed(self.engine.running))
                 for victim in victims if choices.below(2) else [choices.pick(victims)]:
                     self.engine.preempt(victim)
+                if "copy failed" in self.faults.allowed:
+                    for copier in self.copiers:
+                        copier.fail_one()
             case "cache dropped":
                 if not self.engine.pool.cached:
                     return False
@@ -408,9 +413,11 @@ class Simulation:
         if reason is ResetReason.CONTENT_INVALID:
             self.engine.flush()
             self.content.epoch += 1
-            if self.choices.below(2):  # what tiers are writing is late: it must not come back behind the purge
-                for tier in self.sim_tiers:
-                    tier.stalled_until = self.clock.monotonic() + self.choices.pick((0.2, 1.0))
+        if not self.steady and self.choices.below(2):
+            # What tiers are doing is late: what they write must not come back behind the purge.
+            for tier in self.sim_tiers:
+                tier.stalled_until = self.clock.monotonic() + self.choices.pick((0.2, 1.0, 12.0))
+        if reason is ResetReason.CONTENT_INVALID:
             for disk in self.disks.values():
                 disk.safe.clear()
                 disk.told.clear()

@@ -29,13 +29,14 @@ from kvstrata.types import (
 
 LOAD_FAULTS = (
     "late", "lost", "partial", "corrupt", "failed", "vanished", "stall", "cancelled", "duplicate", "scribble",
-    "corrupt", "vanished", "scribble", "corrupt", "vanished", "scribble", "corrupt", "scribble", "scribble",
+    "corrupt", "vanished", "scribble", "corrupt", "vanished", "scribble", "corrupt", "vanished", "vanished",
+    "scribble",
 )  # fmt: skip
 """The last ones again: they can strike nothing but loads."""
 STORE_FAULTS = ("late", "lost", "partial", "full", "failed", "stall", "cancelled", "duplicate")
 PROBE_FAULTS = ("late", "probe error", "probe lost", "probe unknown", "stall", "probe error")
 _PASSING = (FailCause.IO_ERROR, FailCause.TIMEOUT, FailCause.REFUSED)
-_LATE_S = (3.0, 0.4, 12.0, 70.0)
+_LATE_S = (3.0, 0.4, 12.0, 70.0, 6.0)
 
 
 class SimTier(ScriptedTier):
