@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvstrata.core.manager import TieringOffloadingManager
 from kvstrata.core.messages import (
     Answer,
@@ -529,7 +531,9 @@ class WatchedManager(TieringOffloadingManager):
         demand(request.options.load_tiers.accepts(self._core.tiers[tier].port), f"{name}: promotes from a refused tier")
         if any(len(other.held) for other in self._core.requests.values() if other is not request):
             most = self.residency.capacity_bytes - self._core.store_reserve
-            held = self.residency.held_bytes
+            # What the request's former plan held is let go of right after.
+            slots_held = np.unique(np.concatenate([other.held for other in self._core.requests.values()]))
+            held = self._core.byte_size(slots_held)
             demand(held <= most, f"{name}: waiting requests hold {held} bytes; what is left for them is {most}")
         self._start_promotions(request, tier, slots)
 
