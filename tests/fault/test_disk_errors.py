@@ -169,14 +169,15 @@ def test_a_read_only_remount() -> None:
     served(watched, [0, 1, 2, 3, watched.next_key])
 
 
-def test_a_device_that_vanishes_and_comes_back() -> None:
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_device_that_vanishes_and_comes_back(kind: str) -> None:
     watched = opened()
     watched.disk.vanished = True
 
     def heal() -> None:
         watched.disk.vanished = False
 
-    watched.closed_open_closed("load", heal)
+    watched.closed_open_closed(kind, heal)
     watched.rig.clock.advance(5.0)
     watched.rig.settle()
     assert watched.tier.statistics().state is TierState.OPEN
