@@ -26,7 +26,7 @@ from kvstrata.core.cascades import BATCH, JOBS_OUT, MISSED_MOST
 from kvstrata.core.messages import EventKind, RequestOptions, TierFilter
 from kvstrata.testing import ScriptedTier
 from kvstrata.testing.stack import CoreStack
-from kvstrata.types import Capabilities, FailCause, Medium
+from kvstrata.types import Capabilities, FailCause, Medium, ResetReason
 
 
 def finish_stores(stack: CoreStack, *tiers: ScriptedTier) -> None:
@@ -85,6 +85,39 @@ def test_a_queued_cascade_holds_no_pin_and_what_was_evicted_meanwhile_is_dropped
     finish_stores(stack, tier)
     assert stored_keys(tier) == [key for key in keys[0] if key not in gone]
     assert statistics(stack).tiers["near"].cascade_lapsed == 4
+
+
+def queued_twice() -> tuple[CoreStack, ScriptedTier]:
+    """Three chunks were queued, evicted and stored again; a trial of one of them is out."""
+    tier = sync_tier()
+    stack = stack_of(tiers=[tier], config=wide(8))
+    core_of(stack).tiers[0].writes.failure(stack.clock.monotonic(), at_once=True)
+    fill(stack, "p", 3 * TPC, cascade=True)
+    fill(stack, "q", 8 * TPC)
+    fill(stack, "p again", 3 * TPC, seed="p", cascade=True)
+    stack.wait(1.0)
+    assert len(tier.stores) == 1
+    return stack, tier
+
+
+def test_what_was_evicted_and_stored_again_while_it_was_queued_is_in_a_job_once() -> None:
+    stack, tier = queued_twice()
+    tier.stores[0].finish()
+    stack.pump()
+    (job,) = tier.stores
+    assert len(job.job.keys) == len(set(job.job.keys)) == 3
+    assert statistics(stack).tiers["near"].cascade_lapsed == 2
+    finish_stores(stack, tier)
+    go_idle(stack)
+
+
+def test_a_reset_over_what_was_queued_twice_gives_every_slot_back() -> None:
+    stack, tier = queued_twice()
+    tier.stores[0].finish()
+    stack.pump()
+    stack.core.reset_cache(ResetReason.MEMORY_GOING_AWAY)
+    finish_stores(stack, tier)
+    go_idle(stack)
 
 
 def test_at_least_one_chunk_is_handed_over_however_small_the_share() -> None:

@@ -148,6 +148,12 @@ class Cascades:
         residency, queue = self._core.residency, tier.cascades
         while queue:
             entries = list(islice(queue, most))
+            once = list(dict.fromkeys(entries))
+            if len(once) < len(entries):  # evicted and stored again while it was queued
+                tier.counters.cascade_lapsed += len(entries) - len(once)
+                _drop(queue, len(entries))
+                queue.extendleft(reversed(once))
+                continue
             slots = residency.find(entries)
             states = residency.state[slots]
             if all_are(states, READY) and not any_of(slots < 0) and self._core.byte_size(slots) <= budget:
