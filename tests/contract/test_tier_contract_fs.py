@@ -64,4 +64,4 @@ class TestFsTier(TierContract):
         assert isinstance(tier, FsTier)
         index = tier._index
         tables = (index.entries, index.fresh, index.dying, index.strays, tier._pending, tier._unsynced, tier._touched)
-        return sum(map(len, tables)) + len(tier._jobs.open) + len(tier._outstanding)
+        return sum(map(len, tables)) + len(tier._jobs.open) + len(tier._running)

@@ -7,11 +7,13 @@ exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_TEXT = 200
+
+Item = TypeVar("Item")
 
 
 class Task:
@@ -61,3 +63,16 @@ class Ticket:
     number: int
     parts: int = 0
     ok: bool = True
+
+
+def cut(items: Iterable[Item], size: Callable[[Item], int], most_items: int, most_bytes: int) -> list[list[Item]]:
+    """Items cut into parts, in order, of at most `most_items` items and about `most_bytes` bytes."""
+    parts: list[list[Item]] = []
+    total = 0
+    for item in items:
+        if not parts or len(parts[-1]) == most_items or total >= most_bytes:
+            parts.append([])
+            total = 0
+        parts[-1].append(item)
+        total += size(item)
+    return parts

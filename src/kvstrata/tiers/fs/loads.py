@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstrata.tiers.common.index import Victim
-from kvstrata.tiers.common.tasks import Waiter
+from kvstrata.tiers.common.tasks import Waiter, cut
 from kvstrata.tiers.fs.core import Core
 from kvstrata.tiers.fs.place import Failure
 from kvstrata.tiers.fs.tasks import LoadItem, LoadTask
-from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, TierJob, TierUsage
+from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, TierJob
 
 TASK_KEYS = 32
 TASK_BYTES = 1 << 20
@@ -19,7 +19,7 @@ TASK_BYTES = 1 << 20
 
 
 class Loads(Core):
-    """Presence, recency, usage, and reading."""
+    """Presence, and reading."""
 
     def probe(self, keys: Sequence[OffloadKey]) -> I8:
         """Presence of each key, at once, from the index. UNKNOWN: being written, or not reached by the scan yet."""
@@ -41,33 +41,11 @@ class Loads(Core):
             return Presence.UNKNOWN
         return Presence.ABSENT
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Mark as recently used; of one chain the head becomes the warmest. Written down later, in batches."""
-        self._index.touch(keys)
-        entries, touched = self._index.entries, self._touched
-        for key in reversed(keys):
-            if key in entries:
-                touched.pop(key, None)
-                touched[key] = None
-
-    def usage(self) -> TierUsage:
-        """What is held at this instant; `bytes_reserved` are files being written or removed."""
-        index = self._index
-        return TierUsage(
-            bytes_held=index.held,
-            bytes_reserved=index.reserved,
-            bytes_limit=self._limit,
-            keys=len(index),
-            bytes_peak=index.peak,
-            evicted=index.evicted,
-        )
-
     def submit_load(self, job: TierJob) -> None:
         """Read each file straight into its range of primary and verify it there."""
-        context, place = self._context, self._place
-        if context is None or place is None:
-            self._jobs.refuse(job.job_id)
-            self._wake()
+        place = self._place
+        if self._context is None or place is None:
+            self._refuse(job.job_id)
             return
         record = self._jobs.add(job.job_id, len(job.keys))
         items: list[LoadItem] = []
@@ -80,15 +58,9 @@ class Loads(Core):
             generation = None if entry is None else entry.generation
             items.append(LoadItem(key, target, Waiter(job.job_id, index), generation, record))
         self.touch(job.keys)
-        for part in _parts(items):
+        for part in cut(items, lambda item: len(item.target), TASK_KEYS, TASK_BYTES):
             self._submit(LoadTask(place, part))
         self._publish()
-
-    def _range(self, job_id: int, offset: int, length: int) -> memoryview:
-        """The part of primary (or of the self-test's own buffer) that a job may touch."""
-        own = self._buffers.get(job_id)
-        region = self._context.region if own is None and self._context is not None else own
-        return memoryview(b"") if region is None else region[offset : offset + length]
 
     def _on_loaded(self, task: LoadTask) -> None:
         bad: list[tuple[LoadItem, Failure]] = []
@@ -118,17 +90,4 @@ class Loads(Core):
             else:
                 victims += self._condemn([item.key], failure.inode)
         self._jobs.removed(gone)
-        self._unlink(victims)
-
-
-def _parts(items: list[LoadItem]) -> list[list[LoadItem]]:
-    """Items cut into parts of at most TASK_KEYS items and about TASK_BYTES bytes."""
-    parts: list[list[LoadItem]] = []
-    total = 0
-    for item in items:
-        if not parts or len(parts[-1]) == TASK_KEYS or total >= TASK_BYTES:
-            parts.append([])
-            total = 0
-        parts[-1].append(item)
-        total += len(item.target)
-    return parts
+        self._delete(victims)

@@ -7,13 +7,12 @@ sizes is reserved for it, so that neither the account nor the directory ever exc
 
 from __future__ import annotations
 
-from kvstrata.tiers.common.index import Victim, is_served
+from kvstrata.tiers.common.index import Victim
 from kvstrata.tiers.common.jobs import Job
 from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.common.tasks import Ticket, Waiter
 from kvstrata.tiers.fs.core import State
 from kvstrata.tiers.fs.loads import TASK_BYTES, TASK_KEYS, Loads
-from kvstrata.tiers.fs.place import Place
 from kvstrata.tiers.fs.tasks import StoreItem, StoreTask, UnlinkTask
 from kvstrata.types import KEY_BYTES, FailCause, OffloadKey, TierJob
 
@@ -29,8 +28,7 @@ class Stores(Loads):
     def submit_store(self, job: TierJob) -> None:
         """Write each new key's file. What the limit has no room for, even by eviction, fails as NO_SPACE."""
         if self._context is None or self._place is None or self._is_late():
-            self._jobs.refuse(job.job_id)
-            self._wake()
+            self._refuse(job.job_id)
             return
         self._jobs.add(job.job_id, len(job.keys))
         self.touch(job.keys)  # before room is made: what this job names is no victim of it
@@ -64,8 +62,7 @@ class Stores(Loads):
 
     def _is_late(self) -> bool:
         """Whether the scan takes so long that stores are refused rather than kept waiting."""
-        context, scan = self._context, self._scan
-        return context is not None and scan is not None and context.clock.monotonic() - scan.since > SCAN_PATIENCE_S
+        return self._scan is not None and self._now() - self._scan.since > SCAN_PATIENCE_S
 
     def _grant(self) -> None:
         """Give room to waiting stores, oldest first, and hand them over."""
@@ -84,7 +81,7 @@ class Stores(Loads):
                 self._waiting.popleft()
             self._hand_over(batch)
             return True
-        if any(isinstance(task, StoreTask | UnlinkTask) and task.place is self._place for task in self._outstanding):
+        if any(isinstance(task, StoreTask | UnlinkTask) and task.place is self._place for task in self._running):
             return False
         item = self._waiting.popleft()
         self._end_item(item, FailCause.NO_SPACE)
@@ -116,10 +113,10 @@ class Stores(Loads):
 
     def _spare(self) -> int | None:
         """Bytes that may be written before the device's floor is reached, if known; negative below the floor."""
-        if self._free_seen is None or self._context is None:
+        if self._free_seen is None:
             return None
         seen_at, free = self._free_seen
-        if self._context.clock.monotonic() - seen_at > FREE_SPACE_MEMORY_S:
+        if self._now() - seen_at > FREE_SPACE_MEMORY_S:
             return None
         return free - self._min_free
 
@@ -132,15 +129,13 @@ class Stores(Loads):
         room, spare = index.room, self._spare()
         shortage = max(0 if room is None else need - room, 0 if spare is None else need - spare)
         replaced = [self._hidden_name(item.key) for item in batch]
-        coldest = index.victims(shortage)
-        index.evicted += len(coldest)
-        victims = self._condemn(coldest) + self._condemn(replaced)
+        victims = self._evict(shortage) + self._condemn(replaced)
         reserved = max(sum(victim.allocated for victim in victims), need)
         index.reserved += reserved
         index.note_peak()
         for item in batch:
             item.granted = True
-        self._jobs.removed([victim.name for victim in victims if is_served(victim.name)])
+        self._tell_removed(victims)
         self._submit(StoreTask(place, batch, victims, reserved, self._min_free))
 
     def _on_stored(self, task: StoreTask) -> None:
@@ -173,7 +168,7 @@ class Stores(Loads):
         written = item.written
         if item.doomed:
             if current:
-                self._end_doomed(item, task.place)
+                self._end_doomed(item)
             for ticket in item.tickets:
                 ticket.ok = ticket.ok and current
             return FailCause.CANCELLED
@@ -194,7 +189,7 @@ class Stores(Loads):
             owner.stored[first] = item.key
         return None
 
-    def _end_doomed(self, item: StoreItem, place: Place) -> None:
+    def _end_doomed(self, item: StoreItem) -> None:
         """The write of a removed key has ended: its file goes, if there is one, and its name is free again."""
         written = item.written
         if written is None or written.failure is not None:
@@ -203,9 +198,8 @@ class Stores(Loads):
                 self._index.add_stray(*written.stray)
             return
         victim = Victim(item.key, written.allocated)
-        self._index.reserved += victim.allocated
+        self._submit_removal([victim], item.tickets)
         self._index.note_peak()
-        self._submit(UnlinkTask(place, [victim], item.tickets))
         item.tickets = []
 
     def _doom(self, item: StoreItem, ticket: Ticket | None = None) -> None:
@@ -232,7 +226,7 @@ class Stores(Loads):
 
     def _note_free(self, task: StoreTask) -> None:
         """Remember how much room the device has left after a task."""
-        if self._context is None or task.free_bytes is None:
+        if task.free_bytes is None:
             return
         free = task.free_bytes
         for item in task.items:
@@ -242,7 +236,7 @@ class Stores(Loads):
                 # The device refused though it seemed to have room (a quota, another writer): believe the refusal.
                 full = item.written.failure.cause is FailCause.NO_SPACE
                 free = min(free, self._min_free) if full else free
-        self._free_seen = (self._context.clock.monotonic(), free)
+        self._free_seen = (self._now(), free)
 
     def _fail_waiting(self, cause: FailCause) -> None:
         """End all stores that were not handed over."""

@@ -26,9 +26,7 @@ from kvstrata.tiers.fs.tasks import (
     UnlinkTask,
 )
 from kvstrata.tiers.fs.upkeep import Upkeep
-from kvstrata.types import Capabilities, FailCause, Locality, Medium, OffloadKey, TierEvent, TierJob
-
-SELF_TEST_S = 5.0
+from kvstrata.types import Capabilities, FailCause, Locality, Medium, OffloadKey, TierEvent
 
 
 class FsTier(Upkeep):
@@ -50,7 +48,7 @@ class FsTier(Upkeep):
         If another engine has the directory the tier stays empty and refusing, says so in `notices`, and tries again
         with later polls.
         """
-        if self._state is not State.CLOSED or self._outstanding:
+        if self._state is not State.CLOSED or self._running:
             raise StateError(f"tier {self.name} is open, or has not ended its last work")
         self._check_settings()
         outcome = attach(self._files, self._path, self._identity(context), verify=self._verify)
@@ -90,21 +88,15 @@ class FsTier(Upkeep):
     def _abandon(self) -> None:
         """End what never started; what hangs ends when it comes back."""
         self._fail_waiting(FailCause.CANCELLED)
-        for task in list(self._outstanding):
-            task.abandoned = True
-            if not task.started:
-                del self._outstanding[task]
-                self._apply(task)
-        for ticket in list(self._tickets.values()):
-            self._answer(ticket, ok=False)
+        self._abandon_running()
+        self._abandon_tickets()
         self._publish()
 
     def poll(self) -> list[TierEvent]:
         """Apply what workers have done, do what is due, and tell what happened."""
         self._collect()
-        context = self._context
-        if context is not None and self._state is not State.CLOSED:
-            self._tick(context.clock.monotonic())
+        if self._is_open():
+            self._tick(self._now())
             self._publish()
         return self._jobs.take()
 
@@ -112,8 +104,8 @@ class FsTier(Upkeep):
         """Apply everything that workers have finished."""
         while self._outbox:
             task = self._outbox.popleft()
-            if task in self._outstanding:
-                del self._outstanding[task]
+            if task in self._running:
+                del self._running[task]
                 self._apply(task)
                 self._publish()
                 if task.lost and task.place is self._place:
@@ -139,42 +131,15 @@ class FsTier(Upkeep):
                 if task.place is self._place and not task.abandoned:
                     self._on_upkeep(task)
 
-    def drain(self, timeout: float) -> bool:
-        """Wait until no job is unfinished; False after `timeout` seconds, or when nothing moves any more."""
-        context = self._context
-        if context is None or self._state is State.CLOSED:
-            return True
-        deadline = context.clock.monotonic() + timeout
-        while True:
-            self._collect()
-            if not self._jobs.open:
-                return True
-            idle = context.executor.wait_idle(max(deadline - context.clock.monotonic(), 0.0))
-            if not idle or not self._outbox:
-                self._collect()
-                return not self._jobs.open
-
     def self_test(self) -> str | None:
         """Write a record, read it back, compare, remove it."""
         if self._place is None:
             return self.notices[-1] if self.notices and self._state is not State.CLOSED else f"{self.name} is not open"
         return run_self_test(self)
 
-    def run_quietly(self, key: OffloadKey, buffer: memoryview, *, load: bool) -> list[FailCause | None] | None:
-        """Run a job of one key on a buffer outside primary; None if it does not end in time. Self-test only."""
-        self._quiet_jobs -= 1  # negative: events of such jobs are kept from the caller
-        job = TierJob(self._quiet_jobs, [key], [0], [len(buffer)])
-        self._buffers[job.job_id] = buffer
-        (self.submit_load if load else self.submit_store)(job)
-        self.drain(SELF_TEST_S)
-        result = None if job.job_id in self._jobs.open else self._jobs.quiet.pop(job.job_id, [])
-        if result is not None:
-            del self._buffers[job.job_id]
-        return result
-
     def remove_quietly(self, key: OffloadKey) -> None:
         """Remove a key without telling anybody. Self-test only."""
-        self._unlink(self._condemn([key]))
+        self._delete(self._condemn([key]))
         self.drain(0.0)
 
     def damage(self, key: OffloadKey) -> bool:

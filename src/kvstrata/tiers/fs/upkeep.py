@@ -30,8 +30,8 @@ class Upkeep(Stores):
             if self._scan is not None and self._index.get(key) is None:
                 self._scan.removed.add(key)
         victims = self._condemn(names)
-        self._jobs.removed([victim.name for victim in victims if is_served(victim.name)])
-        self._unlink(victims)
+        self._tell_removed(victims)
+        self._delete(victims)
         self._publish()
 
     def flush(self) -> int:
@@ -41,7 +41,7 @@ class Upkeep(Stores):
         if place is None:
             self._answer(ticket, ok=False)
             return ticket.number
-        for task in self._outstanding:
+        for task in self._running:
             if isinstance(task, FlushTask) and task.place is place:
                 ticket.parts += 1
                 task.tickets.append(ticket)
@@ -79,8 +79,8 @@ class Upkeep(Stores):
             for item in list(self._pending.values()):
                 self._doom(item, ticket)
         victims = self._condemn(names)
-        self._jobs.removed([victim.name for victim in victims if is_served(victim.name)])
-        self._unlink(victims, ticket)
+        self._tell_removed(victims)
+        self._delete(victims, ticket)
         self._part_done(ticket, ok=True)
         self._publish()
 
@@ -88,7 +88,7 @@ class Upkeep(Stores):
         """Do what is due at `now`."""
         match self._state:
             case State.DETACHED:
-                attaching = any(isinstance(task, AttachTask) for task in self._outstanding)
+                attaching = any(isinstance(task, AttachTask) for task in self._running)
                 if now >= self._next_retry and not attaching and self._context is not None:
                     identity = self._identity(self._context)
                     self._submit(AttachTask(self._files, self._path, identity, self._verify))
@@ -127,9 +127,8 @@ class Upkeep(Stores):
             names = list(self._touched)[:TOUCHES_PER_TASK]
             for name in names:
                 del self._touched[name]
-            stamp = self._stamps(len(names)) - len(names)
             self._touching = True
-            self._submit(TouchTask(self._place, [(name, stamp + 1 + i) for i, name in enumerate(names)]))
+            self._submit(TouchTask(self._place, self._stamped(names)))
 
     def _on_attached(self, task: AttachTask) -> None:
         if self._state is not State.DETACHED:
@@ -140,10 +139,7 @@ class Upkeep(Stores):
 
     def _take_place(self, outcome: Attached | Refusal) -> None:
         """Begin to use a directory, or note why it cannot be used."""
-        context = self._context
-        if context is None:
-            return
-        now = context.clock.monotonic()
+        now = self._now()
         if isinstance(outcome, Refusal):
             self._next_retry = now + self._retry_s
             self._notice(f"{outcome.text}; running without this tier, trying again")
@@ -166,14 +162,13 @@ class Upkeep(Stores):
                 self._submit(task)
 
     def _on_scanned(self, task: ScanTask) -> None:
-        scan, context = self._scan, self._context
-        if scan is None or context is None:
+        scan, now = self._scan, self._now()
+        if scan is None:
             return
-        now = context.clock.monotonic()
         found = scan.take(task, now + self._retry_s)
         self._index.load(found)
         if scan.removed:
-            self._unlink(self._condemn([one.name for one in found if one.name in scan.removed]))
+            self._delete(self._condemn([one.name for one in found if one.name in scan.removed]))
         self._feed_scan(now)
 
     def _on_sorted(self, task: SortTask) -> None:
@@ -192,23 +187,14 @@ class Upkeep(Stores):
             self._purge(namespace, ticket)
         self._grant()
 
-    def _trim(self) -> None:
-        """Evict the coldest until the limit holds."""
-        victims = self._condemn(self._index.victims(self._index.excess))
-        self._index.evicted += len(victims)
-        self._jobs.removed([victim.name for victim in victims if is_served(victim.name)])
-        self._unlink(victims)
-
     def _detach(self) -> None:
         """The directory is gone: forget it, and try again later."""
-        context = self._context
         self._notice(f"{self._path} is gone; running without this tier, trying again")
         self._fail_waiting(FailCause.REFUSED)
-        shown = [name for name in (*self._index.entries, *self._index.fresh) if is_served(name)]
-        self._jobs.removed(shown)
+        self._tell_lost()
         for _, ticket in self._scan.purges if self._scan is not None else ():
             self._answer(ticket, ok=False)
         self._retire_place()
         self._reset()
         self._state = State.DETACHED
-        self._next_retry = 0.0 if context is None else context.clock.monotonic() + self._retry_s
+        self._next_retry = self._now() + self._retry_s

@@ -1,4 +1,4 @@
-"""State of one server tier: its lanes of work, its tickets, and the part it writes in."""
+"""State of one server tier: its lanes of work, and the part it writes in."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvstrata.errors import ConfigError, StateError
-from kvstrata.tiers.base import TierContext
+from kvstrata.errors import ConfigError
 from kvstrata.tiers.common.claims import Claim, Owner, Refusal, check_part, default_part, this_process
-from kvstrata.tiers.common.index import Index, Name, Victim, is_served
-from kvstrata.tiers.common.jobs import Jobs
+from kvstrata.tiers.common.index import Name, Victim, is_served
 from kvstrata.tiers.common.record import Identity
+from kvstrata.tiers.common.task_tier import TaskTier
 from kvstrata.tiers.common.tasks import Ticket
 from kvstrata.tiers.server.client import ClientSetup, StoreClient, scope_of
 from kvstrata.tiers.server.tasks import (
@@ -24,12 +23,10 @@ from kvstrata.tiers.server.tasks import (
     RemoveTask,
     ScanTask,
     StoreItem,
-    StoreTask,
     Task,
 )
-from kvstrata.types import FailCause, Flushed, OffloadKey
+from kvstrata.types import FailCause, OffloadKey
 
-REMOVES_PER_TASK = 256
 PROBES_PER_TIMEOUT = 256
 """So many keys of one probe may take as long as one request."""
 NAMESPACE_BYTES = 16
@@ -99,31 +96,19 @@ class State(enum.Enum):
     READY = "ready"
 
 
-class Core:
-    """All of it belongs to the caller's thread; workers only append to `_outbox`."""
+class Core(TaskTier[Task]):
+    """State of one server tier."""
 
     def __init__(self, client: StoreClient, settings: ServerSettings) -> None:
-        self.name = settings.name
-        self.notices: list[str] = []
+        super().__init__(settings.name, settings.limit)
         self._settings = settings
         self._client = client
         self._state = State.CLOSED
-        self._context: TierContext | None = None
         self._identity = Identity(bytes(NAMESPACE_BYTES), 0)
         self._part = settings.part or default_part()
         self._owner: Owner | None = None
-        self._jobs = Jobs()
         self._lanes: dict[Lane, deque[Task]] = {lane: deque() for lane in Lane}
-        self._running: dict[Task, None] = {}
-        self._outbox: deque[Task] = deque()
-        self._late: list[Task] = []
-        """Tasks that were given up before they started; they are applied with the next ones."""
-        self._buffers: dict[int, memoryview] = {}  # ranges of the self-test's jobs, which are not in primary
-        self._tickets: dict[int, Ticket] = {}
         self._probes: dict[int, ProbeTask] = {}
-        self._next_ticket = 0
-        self._quiet_jobs = 0
-        self._last_stamp = 0
         self._epoch = 0
         self._next_try = 0.0
         self._next_hold = 0.0
@@ -137,10 +122,9 @@ class Core:
     def _forget_part(self) -> None:
         """Know nothing of the part. Results of tasks that are under way change no account any more."""
         self._epoch += 1
-        self._index = Index(self._settings.limit)
+        self._forget_records()
         self._pending: dict[OffloadKey, StoreItem] = {}
         self._waiting: deque[StoreItem] = deque()
-        self._touched: dict[OffloadKey, None] = {}
         self._removed: set[Name] = set()
         """What was removed while a scan was under way."""
         self._bad_later: list[LoadItem] = []
@@ -153,14 +137,13 @@ class Core:
         """Purges that wait for the end of a scan."""
         self._scanning_since = 0.0
 
-    def _now(self) -> float:
-        return 0.0 if self._context is None else self._context.clock.monotonic()
+    def _is_open(self) -> bool:
+        return self._context is not None and self._state is not State.CLOSED
 
     # lanes
 
     def _submit(self, task: Task) -> None:
         """Queue a task in its lane."""
-        task.report = self._report
         task.epoch = self._epoch
         task.queued_at = self._now()
         self._lanes[task.lane].append(task)
@@ -171,16 +154,8 @@ class Core:
             task = self._next_task()
             if task is None:
                 return
-            self._running[task] = None
             task.deadline = self._now() + self._patience(task)
-            try:
-                if self._context is None:
-                    raise StateError("not open")
-                self._context.executor.submit(task)
-            except Exception as error:  # an executor that takes nothing more
-                task.abandoned = True
-                task.crash = str(error)
-                self._outbox.append(task)
+            self._start(task)
 
     def _patience(self, task: Task) -> float:
         """How long a task may run: a request and its repetition, more for many keys."""
@@ -194,11 +169,6 @@ class Core:
                 return queue.popleft()
         return None
 
-    def _report(self, task: Task) -> None:
-        """Called by the worker, as the last thing it does with a task."""
-        self._outbox.append(task)
-        self._wake()
-
     def _tasks(self) -> Iterable[Task]:
         """All that have not been applied."""
         yield from self._running
@@ -208,87 +178,20 @@ class Core:
     def _busy(self, *kinds: type[Task]) -> bool:
         return any(isinstance(task, kinds) and task.epoch == self._epoch for task in self._tasks())
 
-    # telling
-
-    def _publish(self) -> None:
-        """Tell what has been settled; what ended jobs have stored may be evicted from now on."""
-        self._jobs.publish()
-        for job in self._jobs.ended:
-            self._index.settle(job.chain())
-        self._jobs.ended.clear()
-        if self._jobs.events:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._context is not None:
-            self._context.wake()
-
-    def _notice(self, text: str) -> None:
-        """Say something once."""
-        line = f"tier {self.name}: {text}"
-        if not self.notices or self.notices[-1] != line:
-            self.notices.append(line)
-
-    def _refuse(self, job_id: int) -> None:
-        self._jobs.refuse(job_id)
-        self._wake()
-
-    def _stamps(self, count: int) -> int:
-        """The last of `count` new time stamps (ns), each later than all before, whatever the wall clock does."""
-        wall = 0 if self._context is None else int(self._context.clock.wall() * 1e9)
-        self._last_stamp = max(self._last_stamp + 1, wall) + count - 1
-        return self._last_stamp
-
     def _hidden_name(self, key: OffloadKey) -> Name:
         """What a record is called that takes room but is not served, though it is of the own scope."""
         return scope_of(self._identity) + key
 
-    # tickets
-
-    def _ticket(self) -> Ticket:
-        self._next_ticket += 1
-        ticket = Ticket(self._next_ticket, parts=1)
-        self._tickets[ticket.number] = ticket
-        return ticket
-
-    def _part_done(self, ticket: Ticket, *, ok: bool) -> None:
-        ticket.ok = ticket.ok and ok
-        ticket.parts -= 1
-        if ticket.parts == 0:
-            self._answer(ticket, ok=ticket.ok)
-
-    def _answer(self, ticket: Ticket, *, ok: bool) -> None:
-        if self._tickets.pop(ticket.number, None) is not None:
-            self._publish()
-            self._jobs.events.append(Flushed(ticket.number, ok))
-            self._wake()
-
     # removal
 
-    def _condemn(self, names: Iterable[Name]) -> list[Victim]:
-        """Take names out of the index; the caller sees to it that the records go."""
-        victims = self._index.condemn(names)
-        for victim in victims:
-            self._touched.pop(victim.name, None)
-        return victims
-
-    def _tell_removed(self, victims: list[Victim]) -> None:
-        """Say that keys are there no more; probes under way must not find them."""
-        keys = [victim.name for victim in victims if is_served(victim.name)]
+    def _tell_gone(self, keys: list[OffloadKey]) -> None:
+        """Probes under way must not find them."""
         for probe in self._probes.values():
             probe.removed.update(keys)
-        self._jobs.removed(keys)
+        super()._tell_gone(keys)
 
-    def _delete(self, victims: list[Victim], ticket: Ticket | None = None) -> None:
-        """Have records deleted."""
-        for start in range(0, len(victims), REMOVES_PER_TASK):
-            part = victims[start : start + REMOVES_PER_TASK]
-            task = RemoveTask(self._client, part, [ticket] if ticket else [])
-            if ticket is not None:
-                ticket.parts += 1
-            self._index.reserved += task.reserved
-            self._submit(task)
-        self._index.note_peak()
+    def _removal(self, victims: list[Victim], tickets: list[Ticket]) -> RemoveTask:
+        return RemoveTask(self._client, victims, tickets)
 
     def _bury(self, victims: list[Victim], kept: dict[Name, int], *, done: bool) -> None:
         """Removals have ended. What could not be removed counts again and is tried again when it is the coldest.
@@ -353,8 +256,7 @@ class Core:
             self._end_item(item, FailCause.IO_ERROR)
         for _, ticket in self._purges:
             self._answer(ticket, ok=False)
-        shown = [name for name in (*self._index.entries, *self._index.fresh) if is_served(name)]
-        self._jobs.removed(shown)
+        self._tell_lost()
         self._forget_part()
         self._state = State.READING
         self._owner = None
@@ -375,7 +277,3 @@ class Core:
         self._next_hold = self._now() + self._settings.hold_check_s
         if task.held is False and self._state in (State.SCANNING, State.READY):
             self._lose_part()
-
-    def _stores_busy(self) -> bool:
-        """Whether work is under way that will free room or names."""
-        return self._busy(StoreTask, RemoveTask)

@@ -9,15 +9,15 @@ import numpy as np
 
 from kvstrata.tiers.common.index import Victim
 from kvstrata.tiers.common.jobs import Job
-from kvstrata.tiers.common.tasks import Waiter
+from kvstrata.tiers.common.tasks import Waiter, cut
 from kvstrata.tiers.server.client import ReadItem
 from kvstrata.tiers.server.core import Core, State
 from kvstrata.tiers.server.tasks import DiscardTask, Lane, LoadItem, LoadTask, ProbeTask, Task
-from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, ProbeDone, TierJob, TierUsage
+from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, ProbeDone, TierJob
 
 
 class Loads(Core):
-    """Presence, recency, usage, and reading."""
+    """Presence, and reading."""
 
     @property
     def _connected(self) -> bool:
@@ -80,27 +80,6 @@ class Loads(Core):
         self._sick = failed or any(isinstance(there, FailCause) for there in task.found)
         self._end_probe(task, FailCause.IO_ERROR if failed else None)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Mark as recently used; of one chain the head becomes the warmest. Written down later, in batches."""
-        self._index.touch(keys)
-        entries, touched = self._index.entries, self._touched
-        for key in reversed(keys):
-            if key in entries:
-                touched.pop(key, None)
-                touched[key] = None
-
-    def usage(self) -> TierUsage:
-        """What this writer's part holds; `bytes_reserved` are records being written or removed."""
-        index = self._index
-        return TierUsage(
-            bytes_held=index.held,
-            bytes_reserved=index.reserved,
-            bytes_limit=self._settings.limit,
-            keys=len(index),
-            bytes_peak=index.peak,
-            evicted=index.evicted,
-        )
-
     def submit_load(self, job: TierJob) -> None:
         """Read each record, verify it, and copy its payload into its range of primary."""
         if self._context is None or not self._connected:
@@ -119,28 +98,11 @@ class Loads(Core):
             generation = None if entry is None else entry.generation
             items.append(LoadItem(read, Waiter(job.job_id, index), record, generation))
         self.touch(job.keys)
-        for part in self._parts(items):
+        settings = self._settings
+        for part in cut(items, lambda item: len(item.read.target), settings.task_keys, settings.task_bytes):
             self._submit(LoadTask(self._client, part))
         self._publish()
         self._feed()
-
-    def _range(self, job_id: int, offset: int, length: int) -> memoryview:
-        """The part of primary (or of the self-test's own buffer) that a job may touch."""
-        own = self._buffers.get(job_id)
-        region = self._context.region if own is None and self._context is not None else own
-        return memoryview(b"") if region is None else region[offset : offset + length]
-
-    def _parts(self, items: list[LoadItem]) -> list[list[LoadItem]]:
-        """Items cut into parts of at most `task_keys` items and about `task_bytes` bytes."""
-        parts: list[list[LoadItem]] = []
-        total = 0
-        for item in items:
-            if not parts or len(parts[-1]) == self._settings.task_keys or total >= self._settings.task_bytes:
-                parts.append([])
-                total = 0
-            parts[-1].append(item)
-            total += len(item.read.target)
-        return parts
 
     def _on_loaded(self, task: LoadTask) -> None:
         bad: list[LoadItem] = []

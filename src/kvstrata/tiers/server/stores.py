@@ -120,9 +120,7 @@ class Stores(Loads):
         need = sum(item.need for item in batch)
         replaced = self._condemn([self._hidden_name(item.key) for item in batch])
         room = index.room
-        coldest = index.victims(0 if room is None else need - room)
-        index.evicted += len(coldest)
-        evicted = self._condemn(coldest)
+        evicted = self._evict(0 if room is None else need - room)
         victims = evicted + replaced
         reserved = max(sum(victim.allocated for victim in victims), need)
         index.reserved += reserved
@@ -170,10 +168,8 @@ class Stores(Loads):
         if not there:
             self._index.dying.discard(item.key)
             return
-        removal = RemoveTask(self._client, [Victim(item.key, item.need)], item.tickets)
-        self._index.reserved += removal.reserved
+        self._submit_removal([Victim(item.key, item.need)], item.tickets)
         self._index.note_peak()
-        self._submit(removal)
         item.tickets = []
 
     def _doom(self, item: StoreItem, ticket: Ticket | None = None) -> None:
@@ -262,13 +258,6 @@ class Stores(Loads):
         self._delete(victims, ticket)
         self._part_done(ticket, ok=True)
         self._publish()
-
-    def _trim(self) -> None:
-        """Evict the coldest until the limit holds."""
-        victims = self._condemn(self._index.victims(self._index.excess))
-        self._index.evicted += len(victims)
-        self._tell_removed(victims)
-        self._delete(victims)
 
     # cancelling
 

@@ -68,8 +68,6 @@ class StoreItem:
     """Removed while it was being written: the record goes as soon as it is there."""
     tickets: list[Ticket] = field(default_factory=list)
     granted: bool = False
-    refused: bool = False
-    """The worker found no room for it: a victim would not go."""
 
     @property
     def key(self) -> OffloadKey:
@@ -136,7 +134,6 @@ class StoreTask(Task):
             if item.cancelled:
                 continue
             if item.need > room:
-                item.refused = True
                 item.write.fail(FailCause.NO_SPACE)
                 continue
             room -= item.need

@@ -8,6 +8,7 @@ from kvstrata.errors import ConfigError, StateError
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.common.record import Identity, tag_key_of
 from kvstrata.tiers.common.self_test import run_self_test
+from kvstrata.tiers.common.task_tier import SELF_TEST_S
 from kvstrata.tiers.server.core import ServerSettings, State
 from kvstrata.tiers.server.release import ReleasedPart, release_part
 from kvstrata.tiers.server.secrets import read_secret
@@ -25,11 +26,10 @@ from kvstrata.tiers.server.tasks import (
     Task,
     TouchTask,
 )
-from kvstrata.types import Capabilities, FailCause, Locality, Medium, OffloadKey, TierEvent, TierJob
+from kvstrata.types import Capabilities, FailCause, Locality, Medium, OffloadKey, TierEvent
 
 __all__ = ["ServerSettings", "ServerTier"]
 
-SELF_TEST_S = 5.0
 TOUCH_INTERVAL_S = 10.0
 TOUCHES_PER_TASK = 1024
 NAMESPACE_BYTES = 16
@@ -105,21 +105,16 @@ class ServerTier(Stores):
     def _abandon(self) -> None:
         """End what never started; what hangs ends when it comes back."""
         self._fail_waiting(FailCause.CANCELLED)
-        for task in list(self._running):
-            task.abandoned = True
-            if not task.started:
-                del self._running[task]
-                self._apply(task)
+        self._abandon_running()
         for probe in list(self._probes.values()):
             self._end_probe(probe, FailCause.CANCELLED)
-        for ticket in list(self._tickets.values()):
-            self._answer(ticket, ok=False)
+        self._abandon_tickets()
         self._publish()
 
     def poll(self) -> list[TierEvent]:
         """Apply what workers have done, do what is due, and tell what happened."""
         self._collect()
-        if self._context is not None and self._state is not State.CLOSED:
+        if self._is_open():
             self._tick(self._now())
             self._publish()
             self._feed()
@@ -189,25 +184,9 @@ class ServerTier(Stores):
         if not self._touched or self._state is not State.READY:
             return
         names, self._touched = list(self._touched), {}
-        stamp = self._stamps(len(names)) - len(names)
-        stamps = [(name, stamp + 1 + index) for index, name in enumerate(names)]
+        stamps = self._stamped(names)
         for start in range(0, len(stamps), TOUCHES_PER_TASK):
             self._submit(TouchTask(self._client, stamps[start : start + TOUCHES_PER_TASK]))
-
-    def drain(self, timeout: float) -> bool:
-        """Wait until no job is unfinished; False after `timeout` seconds, or when nothing moves any more."""
-        context = self._context
-        if context is None or self._state is State.CLOSED:
-            return True
-        deadline = context.clock.monotonic() + timeout
-        while True:
-            self._collect()
-            if not self._jobs.open:
-                return True
-            idle = context.executor.wait_idle(max(deadline - context.clock.monotonic(), 0.0))
-            if not idle or not self._outbox:
-                self._collect()
-                return not self._jobs.open
 
     def release(self, part: str, *, this_host_only: bool = True) -> ReleasedPart:
         """Free a part whose engine is gone for good, this tier being closed. Raises `ConfigError`."""
@@ -233,18 +212,6 @@ class ServerTier(Stores):
         context = self._context
         if context is not None and context.executor.wait_idle(SELF_TEST_S):
             self._collect()
-
-    def run_quietly(self, key: OffloadKey, buffer: memoryview, *, load: bool) -> list[FailCause | None] | None:
-        """Run a job of one key on a buffer outside primary; None if it does not end in time. Self-test only."""
-        self._quiet_jobs -= 1  # negative: events of such jobs are kept from the caller
-        job = TierJob(self._quiet_jobs, [key], [0], [len(buffer)])
-        self._buffers[job.job_id] = buffer
-        (self.submit_load if load else self.submit_store)(job)
-        self.drain(SELF_TEST_S)
-        result = None if job.job_id in self._jobs.open else self._jobs.quiet.pop(job.job_id, [])
-        if result is not None:
-            del self._buffers[job.job_id]
-        return result
 
     def remove_quietly(self, key: OffloadKey) -> None:
         """Remove a key without telling anybody. Self-test only."""
