@@ -122,7 +122,7 @@ def test_a_write_whose_outcome_is_unknown_counts_until_it_is_gone() -> None:
 
 def test_a_full_queue_refuses() -> None:
     rig = Rig()
-    object.__setattr__(rig.object_tier._settings, "max_queue", 4)
+    rig.object_tier._max_queue = 4
     rig.client.failing_reads = None
     rig.tier.open(rig.context())
     job = rig.submit_store(chunk_keys(9))

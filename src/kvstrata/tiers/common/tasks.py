@@ -8,8 +8,10 @@ exactly once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from kvstrata.types import OffloadKey
 
 MAX_TEXT = 200
 
@@ -63,6 +65,21 @@ class Ticket:
     number: int
     parts: int = 0
     ok: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class StoreItem:
+    """One record to be written, and who waits for it. The first waiter's job owns the payload's range."""
+
+    key: OffloadKey
+    need: int
+    owner: int
+    waiters: list[Waiter]
+    cancelled: bool = False
+    doomed: bool = False
+    """Removed while it was being written: the record goes as soon as it is there."""
+    tickets: list[Ticket] = field(default_factory=list)
+    granted: bool = False
 
 
 def cut(items: Iterable[Item], size: Callable[[Item], int], most_items: int, most_bytes: int) -> list[list[Item]]:

@@ -1,10 +1,10 @@
-"""What all parts of the fs tier share, beside the frame of `common.task_tier`: the directory, and removal of files.
+"""What all parts of the fs tier share, beside `common.storing`: the directory, and removal of files.
 
 The tier is cut by subject into a chain of classes, each of which knows only those before it:
 
-    core      state, removal of files
+    core      state, removal of files (room and the stores of a job: common/storing.py)
     loads     what is there, and reading it
-    stores    room for new files, and writing them
+    stores    writing files, and the room of the device
     upkeep    the directory: scan, trim, recency, flush, purge, loss and return
     tier      the `Tier` itself: open, close, poll
 """
@@ -12,20 +12,23 @@ The tier is cut by subject into a chain of classes, each of which knows only tho
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Iterable
 
 from kvstrata.errors import ConfigError, InternalError
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.common.index import Name, Victim
 from kvstrata.tiers.common.record import Identity
-from kvstrata.tiers.common.task_tier import TaskTier
+from kvstrata.tiers.common.storing import Storing
 from kvstrata.tiers.common.tasks import Ticket
 from kvstrata.tiers.fs.files import FileSystem, RealFileSystem
 from kvstrata.tiers.fs.place import Place
 from kvstrata.tiers.fs.scan import Scan
 from kvstrata.tiers.fs.tasks import StoreItem, Task, UnlinkTask
 from kvstrata.types import OffloadKey
+
+TASK_KEYS = 32
+TASK_BYTES = 1 << 20
+"""A job is cut into tasks of at most so many keys and about so many bytes, which run beside each other."""
 
 
 class State(enum.Enum):
@@ -37,7 +40,7 @@ class State(enum.Enum):
     READY = "ready"
 
 
-class Core(TaskTier[Task]):
+class Core(Storing[Task, StoreItem]):
     """State of one fs tier."""
 
     def __init__(
@@ -52,7 +55,7 @@ class Core(TaskTier[Task]):
         touch_interval_s: float = 10.0,
         retry_s: float = 1.0,
     ) -> None:
-        super().__init__(name, limit)
+        super().__init__(name, limit, task_keys=TASK_KEYS, task_bytes=TASK_BYTES)
         self._path = str(path)
         self._min_free = min_free
         self._verify = verify
@@ -69,8 +72,6 @@ class Core(TaskTier[Task]):
         self._forget_records()
         self._place: Place | None = None
         self._scan: Scan | None = None
-        self._pending: dict[OffloadKey, StoreItem] = {}
-        self._waiting: deque[StoreItem] = deque()
         self._unsynced: dict[Name, None] = {}
         self._touching = False
         self._next_touch = 0.0
@@ -85,6 +86,16 @@ class Core(TaskTier[Task]):
 
     def _is_open(self) -> bool:
         return self._context is not None and self._state is not State.CLOSED
+
+    def _is_ready(self) -> bool:
+        return self._state is State.READY
+
+    @property
+    def _held_place(self) -> Place:
+        """The directory, where there is work for it."""
+        if self._place is None:
+            raise InternalError("there is no work where no directory is held")
+        return self._place
 
     def _submit(self, task: Task) -> None:
         self._start(task)
@@ -106,9 +117,7 @@ class Core(TaskTier[Task]):
 
     def _removal(self, victims: list[Victim], tickets: list[Ticket]) -> UnlinkTask:
         """A task that removes files; durably if a ticket waits for it."""
-        if self._place is None:
-            raise InternalError("nothing can be removed where no directory is held")
-        return UnlinkTask(self._place, victims, tickets)
+        return UnlinkTask(self._held_place, victims, tickets)
 
     def _on_unlinked(self, task: UnlinkTask) -> None:
         done = task.crash is None and not task.abandoned

@@ -13,10 +13,6 @@ from kvstrata.tiers.fs.place import Failure
 from kvstrata.tiers.fs.tasks import LoadItem, LoadTask
 from kvstrata.types import I8, KEY_BYTES, FailCause, OffloadKey, Presence, TierJob
 
-TASK_KEYS = 32
-TASK_BYTES = 1 << 20
-"""A job is cut into tasks of at most so many keys and about so many bytes, which run beside each other."""
-
 
 class Loads(Core):
     """Presence, and reading."""
@@ -58,7 +54,7 @@ class Loads(Core):
             generation = None if entry is None else entry.generation
             items.append(LoadItem(key, target, Waiter(job.job_id, index), generation, record))
         self.touch(job.keys)
-        for part in cut(items, lambda item: len(item.target), TASK_KEYS, TASK_BYTES):
+        for part in cut(items, lambda item: len(item.target), self._task_keys, self._task_bytes):
             self._submit(LoadTask(place, part))
         self._publish()
 

@@ -1,118 +1,45 @@
-"""Room for new files, and writing them.
-
-A store waits in `_waiting` until it has room. Room is given to batches, oldest first: a batch takes what is free,
-and evicts the coldest for the rest. Removing the victims and writing the batch is one task, and the larger of both
-sizes is reserved for it, so that neither the account nor the directory ever exceeds the limit.
-"""
+"""Writing files, and what is known of the device's room (the stores of a job: common/storing.py)."""
 
 from __future__ import annotations
 
-from kvstrata.tiers.common.index import Victim
-from kvstrata.tiers.common.jobs import Job
 from kvstrata.tiers.common.record import HEADER_BYTES
-from kvstrata.tiers.common.tasks import Ticket, Waiter
-from kvstrata.tiers.fs.core import State
-from kvstrata.tiers.fs.loads import TASK_BYTES, TASK_KEYS, Loads
+from kvstrata.tiers.common.storing import SCAN_PATIENCE_S
+from kvstrata.tiers.common.tasks import Waiter
+from kvstrata.tiers.fs.loads import Loads
 from kvstrata.tiers.fs.tasks import StoreItem, StoreTask, UnlinkTask
-from kvstrata.types import KEY_BYTES, FailCause, OffloadKey, TierJob
+from kvstrata.types import FailCause, TierJob
 
-SCAN_PATIENCE_S = 5.0
-"""How long stores wait for the scan that has to end before anything may be written; later they are refused."""
 FREE_SPACE_MEMORY_S = 1.0
 """How long what was seen of the device's free space is believed."""
 
 
 class Stores(Loads):
-    """Writing, and the cancelling of jobs."""
+    """Writing."""
 
-    def submit_store(self, job: TierJob) -> None:
-        """Write each new key's file. What the limit has no room for, even by eviction, fails as NO_SPACE."""
-        if self._context is None or self._place is None or self._is_late():
-            self._refuse(job.job_id)
-            return
-        self._jobs.add(job.job_id, len(job.keys))
-        self.touch(job.keys)  # before room is made: what this job names is no victim of it
-        stamp = self._stamps(len(job.keys))
-        for index, key in enumerate(job.keys):
-            self._admit(job, index, key, stamp - index)  # the head is the warmest
-        self._publish()
-        self._grant()
+    def _takes_stores(self) -> bool:
+        return self._context is not None and self._place is not None and not self._is_late()
 
-    def _admit(self, job: TierJob, index: int, key: OffloadKey, stamp: int) -> None:
-        place = self._place
-        pending = self._pending.get(key)
-        if len(key) != KEY_BYTES or place is None:
-            self._jobs.settle(job.job_id, index, FailCause.REFUSED)
-        elif pending is not None and not pending.cancelled:
-            pending.waiters.append(Waiter(job.job_id, index))
-        elif self._index.get(key) is not None:
-            self._jobs.settle(job.job_id, index, None)
-        else:
-            need = place.footprint(HEADER_BYTES + job.lengths[index])
-            if self._limit is not None and need > self._limit:
-                self._jobs.settle(job.job_id, index, FailCause.NO_SPACE)
-                return
-            payload = self._range(job.job_id, job.offsets[index], job.lengths[index])
-            digest = None if job.digests is None else job.digests[index]
-            item = StoreItem(key, payload, digest, need, stamp, job.job_id, [Waiter(job.job_id, index)])
-            if pending is not None:
-                self._doom(pending)
-            self._pending[key] = item
-            self._waiting.append(item)
+    def _store_item(self, job: TierJob, index: int, stamp: int) -> StoreItem:
+        length = job.lengths[index]
+        return StoreItem(
+            job.keys[index],
+            self._held_place.footprint(HEADER_BYTES + length),
+            job.job_id,
+            [Waiter(job.job_id, index)],
+            payload=self._range(job.job_id, job.offsets[index], length),
+            digest=None if job.digests is None else job.digests[index],
+            mtime_ns=stamp,
+        )
 
     def _is_late(self) -> bool:
         """Whether the scan takes so long that stores are refused rather than kept waiting."""
         return self._scan is not None and self._now() - self._scan.since > SCAN_PATIENCE_S
 
-    def _grant(self) -> None:
-        """Give room to waiting stores, oldest first, and hand them over."""
-        while self._state is State.READY and self._waiting:
-            if self._waiting[0].waiters and not self._waiting[0].doomed:
-                if not self._grant_batch():
-                    return
-            else:
-                self._waiting.popleft()
-
-    def _grant_batch(self) -> bool:
-        """Hand over the next batch; False if it has to wait for work under way."""
-        batch = self._next_batch()
-        if batch:
-            for _ in batch:
-                self._waiting.popleft()
-            self._hand_over(batch)
-            return True
-        if any(isinstance(task, StoreTask | UnlinkTask) and task.place is self._place for task in self._running):
-            return False
-        item = self._waiting.popleft()
-        self._end_item(item, FailCause.NO_SPACE)
-        self._publish()
-        return True
-
-    def _next_batch(self) -> list[StoreItem]:
-        """The items at the head of the queue that can be written now, in one task."""
-        index = self._index
-        room = index.room
-        if room is not None and room < 0:
-            return []
-        most = None if room is None else room + index.evictable
-        spare = self._spare()
-        if spare is not None:
-            most = min(spare + index.evictable, spare + index.evictable if most is None else most)
-        batch: list[StoreItem] = []
-        total = 0
-        for item in self._waiting:
-            total += item.need
-            dead = not item.waiters or item.doomed
-            dying = item.key in index.dying or self._hidden_name(item.key) in index.dying
-            if dead or dying or (most is not None and total > most):
-                break
-            batch.append(item)
-            if len(batch) == TASK_KEYS or total >= TASK_BYTES:
-                break
-        return batch
+    def _is_freeing(self) -> bool:
+        kinds = StoreTask | UnlinkTask
+        return any(isinstance(task, kinds) and task.place is self._place for task in self._running)
 
     def _spare(self) -> int | None:
-        """Bytes that may be written before the device's floor is reached, if known; negative below the floor."""
         if self._free_seen is None:
             return None
         seen_at, free = self._free_seen
@@ -121,22 +48,14 @@ class Stores(Loads):
         return free - self._min_free
 
     def _hand_over(self, batch: list[StoreItem]) -> None:
-        """Reserve room for the batch, by evicting the coldest if need be, and submit it."""
-        index, place = self._index, self._place
-        if place is None:
-            return
         need = sum(item.need for item in batch)
-        room, spare = index.room, self._spare()
+        room, spare = self._index.room, self._spare()
         shortage = max(0 if room is None else need - room, 0 if spare is None else need - spare)
         replaced = [self._hidden_name(item.key) for item in batch]
         victims = self._evict(shortage) + self._condemn(replaced)
-        reserved = max(sum(victim.allocated for victim in victims), need)
-        index.reserved += reserved
-        index.note_peak()
-        for item in batch:
-            item.granted = True
+        reserved = self._reserve(batch, victims)
         self._tell_removed(victims)
-        self._submit(StoreTask(place, batch, victims, reserved, self._min_free))
+        self._submit(StoreTask(self._held_place, batch, victims, reserved, self._min_free))
 
     def _on_stored(self, task: StoreTask) -> None:
         current = task.place is self._place
@@ -181,12 +100,8 @@ class Stores(Loads):
             return FailCause.IO_ERROR if written.failure.cause is FailCause.GONE else written.failure.cause
         if not current:
             return FailCause.IO_ERROR
-        owner = self._jobs.open.get(item.owner)
-        self._index.add(item.key, written.allocated, fresh=owner is not None)
+        self._note_stored(item, written.allocated)
         self._unsynced[item.key] = None
-        if owner is not None:
-            first = next((w.index for w in item.waiters if w.job_id == item.owner), len(owner.stored))
-            owner.stored[first] = item.key
         return None
 
     def _end_doomed(self, item: StoreItem) -> None:
@@ -197,32 +112,7 @@ class Stores(Loads):
             if written is not None and written.stray is not None:
                 self._index.add_stray(*written.stray)
             return
-        victim = Victim(item.key, written.allocated)
-        self._submit_removal([victim], item.tickets)
-        self._index.note_peak()
-        item.tickets = []
-
-    def _doom(self, item: StoreItem, ticket: Ticket | None = None) -> None:
-        """The key of a store that has not ended was removed. `ticket` waits for the file to be gone, too."""
-        item.doomed = True
-        if not item.granted:
-            self._end_item(item, FailCause.CANCELLED)
-            return
-        self._pending.pop(item.key, None)
-        self._index.dying.add(item.key)
-        if ticket is not None:
-            ticket.parts += 1
-            item.tickets.append(ticket)
-
-    def _end_item(self, item: StoreItem, cause: FailCause | None) -> None:
-        """Answer everybody who waits for an item."""
-        if self._pending.get(item.key) is item:
-            del self._pending[item.key]
-        for ticket in item.tickets:
-            self._part_done(ticket, ok=True)
-        for waiter in item.waiters:
-            self._jobs.settle(waiter.job_id, waiter.index, cause)
-        item.waiters = []
+        self._remove_doomed(item, written.allocated)
 
     def _note_free(self, task: StoreTask) -> None:
         """Remember how much room the device has left after a task."""
@@ -237,31 +127,3 @@ class Stores(Loads):
                 full = item.written.failure.cause is FailCause.NO_SPACE
                 free = min(free, self._min_free) if full else free
         self._free_seen = (self._now(), free)
-
-    def _fail_waiting(self, cause: FailCause) -> None:
-        """End all stores that were not handed over."""
-        while self._waiting:
-            self._end_item(self._waiting.popleft(), cause)
-
-    def cancel(self, job_id: int) -> None:
-        """Skip what has not started. The job ends when nothing of it is under way any more."""
-        job = self._jobs.open.get(job_id)
-        if job is not None:
-            self._cancel(job)
-            self._publish()
-
-    def _cancel(self, job: Job) -> None:
-        job.cancelled = True
-        for item in list(self._pending.values()):
-            others = [waiter for waiter in item.waiters if waiter.job_id != job.job_id]
-            if len(others) == len(item.waiters):
-                continue
-            if not others and not item.granted:
-                self._end_item(item, FailCause.CANCELLED)
-            elif not others:
-                item.cancelled = True
-            elif item.owner != job.job_id:  # the owner's range is read for the others: it waits for that
-                for waiter in item.waiters:
-                    if waiter.job_id == job.job_id:
-                        self._jobs.settle(waiter.job_id, waiter.index, FailCause.CANCELLED)
-                item.waiters = others

@@ -42,22 +42,13 @@ class Task(tasks.Task):
 
 
 @dataclass(slots=True, eq=False)
-class StoreItem:
-    """One record to be written, and who waits for it. The first waiter's job owns the payload's range."""
+class StoreItem(tasks.StoreItem):
+    """One file to be written."""
 
-    key: OffloadKey
-    payload: memoryview
-    digest: bytes | None
-    need: int
-    mtime_ns: int
-    owner: int
-    waiters: list[Waiter]
-    cancelled: bool = False
-    doomed: bool = False
-    """Removed while it was being written: the file goes as soon as it is there."""
-    tickets: list[Ticket] = field(default_factory=list)
+    payload: memoryview = field(kw_only=True)
+    digest: bytes | None = field(kw_only=True)
+    mtime_ns: int = field(kw_only=True)
     written: Written | None = None
-    granted: bool = False
     retried: bool = False
     """There was no room once, though the index thought so; the second answer counts."""
 

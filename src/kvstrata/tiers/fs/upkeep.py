@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstrata.tiers.common.index import is_served
-from kvstrata.tiers.common.tasks import Ticket
 from kvstrata.tiers.fs.attach import Attached, Refusal
 from kvstrata.tiers.fs.core import State
 from kvstrata.tiers.fs.scan import Scan
@@ -69,20 +67,6 @@ class Upkeep(Stores):
         else:
             self._purge(namespace, ticket)
         return ticket.number
-
-    def _purge(self, namespace: bytes, ticket: Ticket) -> None:
-        index, place = self._index, self._place
-        own = place is not None and namespace == place.identity.namespace
-        names = [name for name in index.entries if not is_served(name) and name.startswith(namespace)]
-        if own:
-            names += [name for name in index.entries if is_served(name)] + list(index.fresh)
-            for item in list(self._pending.values()):
-                self._doom(item, ticket)
-        victims = self._condemn(names)
-        self._tell_removed(victims)
-        self._delete(victims, ticket)
-        self._part_done(ticket, ok=True)
-        self._publish()
 
     def _tick(self, now: float) -> None:
         """Do what is due at `now`."""

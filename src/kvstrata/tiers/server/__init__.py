@@ -2,9 +2,9 @@
 
 client    what a store must offer, and the items that are read and written
 tasks     what workers do with a client
-core      state, lanes of work, tickets, the part: taking, keeping, scanning it
+core      state, lanes of work, the part: taking, keeping, scanning it
 loads     presence, reading, time-outs
-stores    room for new records, writing, removing, cancelling
+stores    writing and removing (room and the stores of a job: common/storing.py)
 tier      the `Tier` itself: open, close, poll, self-test
 """
 

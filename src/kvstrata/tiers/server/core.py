@@ -11,7 +11,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.tiers.common.claims import Claim, Owner, Refusal, check_part, default_part, this_process
 from kvstrata.tiers.common.index import Name, Victim, is_served
 from kvstrata.tiers.common.record import Identity
-from kvstrata.tiers.common.task_tier import TaskTier
+from kvstrata.tiers.common.storing import Storing
 from kvstrata.tiers.common.tasks import Ticket
 from kvstrata.tiers.server.client import ClientSetup, StoreClient, scope_of
 from kvstrata.tiers.server.tasks import (
@@ -96,11 +96,17 @@ class State(enum.Enum):
     READY = "ready"
 
 
-class Core(TaskTier[Task]):
+class Core(Storing[Task, StoreItem]):
     """State of one server tier."""
 
     def __init__(self, client: StoreClient, settings: ServerSettings) -> None:
-        super().__init__(settings.name, settings.limit)
+        super().__init__(
+            settings.name,
+            settings.limit,
+            task_keys=settings.task_keys,
+            task_bytes=settings.task_bytes,
+            max_queue=settings.max_queue,
+        )
         self._settings = settings
         self._client = client
         self._state = State.CLOSED
@@ -123,8 +129,6 @@ class Core(TaskTier[Task]):
         """Know nothing of the part. Results of tasks that are under way change no account any more."""
         self._epoch += 1
         self._forget_records()
-        self._pending: dict[OffloadKey, StoreItem] = {}
-        self._waiting: deque[StoreItem] = deque()
         self._removed: set[Name] = set()
         """What was removed while a scan was under way."""
         self._bad_later: list[LoadItem] = []
@@ -139,6 +143,9 @@ class Core(TaskTier[Task]):
 
     def _is_open(self) -> bool:
         return self._context is not None and self._state is not State.CLOSED
+
+    def _is_ready(self) -> bool:
+        return self._state is State.READY
 
     # lanes
 
@@ -261,17 +268,6 @@ class Core(TaskTier[Task]):
         self._state = State.READING
         self._owner = None
         self._next_try = 0.0
-
-    def _end_item(self, item: StoreItem, cause: FailCause | None) -> None:
-        """Answer everybody who waits for an item."""
-        if self._pending.get(item.key) is item:
-            del self._pending[item.key]
-        for ticket in item.tickets:
-            self._part_done(ticket, ok=True)
-        item.tickets = []
-        for waiter in item.waiters:
-            self._jobs.settle(waiter.job_id, waiter.index, cause)
-        item.waiters = []
 
     def _on_held(self, task: HoldTask) -> None:
         self._next_hold = self._now() + self._settings.hold_check_s

@@ -98,8 +98,7 @@ class Loads(Core):
             generation = None if entry is None else entry.generation
             items.append(LoadItem(read, Waiter(job.job_id, index), record, generation))
         self.touch(job.keys)
-        settings = self._settings
-        for part in cut(items, lambda item: len(item.read.target), settings.task_keys, settings.task_bytes):
+        for part in cut(items, lambda item: len(item.read.target), self._task_keys, self._task_bytes):
             self._submit(LoadTask(self._client, part))
         self._publish()
         self._feed()

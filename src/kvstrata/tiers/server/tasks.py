@@ -55,24 +55,11 @@ class LoadItem:
 
 
 @dataclass(slots=True, eq=False)
-class StoreItem:
-    """One record to be written, and who waits for it. The first waiter's job owns the payload's range."""
+class StoreItem(tasks.StoreItem):
+    """One record to be written, and when it is given up if it was not handed over."""
 
-    write: WriteItem
-    need: int
-    owner: int
-    waiters: list[Waiter]
-    deadline: float
-    cancelled: bool = False
-    doomed: bool = False
-    """Removed while it was being written: the record goes as soon as it is there."""
-    tickets: list[Ticket] = field(default_factory=list)
-    granted: bool = False
-
-    @property
-    def key(self) -> OffloadKey:
-        """Its key."""
-        return self.write.key
+    write: WriteItem = field(kw_only=True)
+    deadline: float = field(kw_only=True)
 
 
 class ProbeTask(Task):
