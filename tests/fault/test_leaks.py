@@ -319,9 +319,9 @@ def test_a_driver_with_an_io_process(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["pipe", "eventfd", "popen"])
+@pytest.mark.parametrize(("call", "good"), [("pipe", 0), ("pipe", 2), ("popen", 0)])
 def test_an_io_process_that_cannot_be_started_leaves_nothing(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import subprocess
 
@@ -336,8 +336,8 @@ def test_an_io_process_that_cannot_be_started_leaves_nothing(
         context = TierContext(region.view, bytes(16), 1, SystemClock(), executor, lambda: None, region.fileno())
         with monkeypatch.context() as patched:
             if broken:
-                target = {"pipe": (os, "pipe"), "eventfd": (os, "eventfd"), "popen": (subprocess, "Popen")}[call]
-                patched.setattr(*target, refuse)
+                place_of, name = (os, "pipe") if call == "pipe" else (subprocess, "Popen")
+                patched.setattr(place_of, name, refuse_after(good, getattr(place_of, name)))
             with suppress(OSError):
                 tier.open(context)
             assert not broken or tier.io_process_id is None
@@ -345,8 +345,15 @@ def test_an_io_process_that_cannot_be_started_leaves_nothing(
             tier.close(2.0)
         executor.close(2.0)
 
-    def refuse(*unused: object, **unused_too: object) -> None:
-        raise OSError(errno.EMFILE, "injected")
+    def refuse_after(left: int, really: Callable[..., object]) -> Callable[..., object]:
+        def call_it(*args: object, **named: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(errno.EMFILE, "injected")
+            return really(*args, **named)
+
+        return call_it
 
     assert process.subprocess is subprocess
     before = at_rest()

@@ -7,9 +7,11 @@ ends, or when the process that started it is gone, whatever its calls are doing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import sys
+import termios
 from collections import deque
 
 import msgspec
@@ -17,6 +19,7 @@ import msgspec
 from kvstrata.primary.aligned import map_shared
 from kvstrata.runtime.clock import SystemClock
 from kvstrata.runtime.executor import ThreadExecutor
+from kvstrata.tiers.base import Clock
 from kvstrata.tiers.disk.calls import CallQueue
 from kvstrata.tiers.disk.io import SystemFiles
 from kvstrata.tiers.disk.lanes import Lanes
@@ -29,9 +32,11 @@ _LOOK_FOR_PARENT_S = 0.25
 _BURST = 256
 _TOGETHER = 8
 """Answers of one message while more loads wait than there are runners."""
-_HOLD_LOADS_S = 0.002
-_HOLD_STORES_S = 0.010
-"""How long an answer may wait for the next one of its kind: each message wakes two threads of the engine."""
+_HOLD_LOADS_S = 0.001
+_HOLD_STORES_S = 0.005
+"""How long an answer may wait for the next one of its kind, and for an engine that looks by itself."""
+_HOLD_BELL_S = 0.005
+"""The latter if the engine came by itself last time: the bell makes two of its threads wait for each other."""
 _BESIDE = 3
 _FILLERS = 8
 _SPARE_CALLS = 8
@@ -40,8 +45,9 @@ _SPARE_CALLS = 8
 class _Reporter:
     """Sends answers; those that come together go as one message."""
 
-    def __init__(self, pipe: int, width: int) -> None:
+    def __init__(self, pipe: int, bell: int, width: int) -> None:
         self._pipe = pipe
+        self._bell = bell
         self._width = width
         self._waiting: deque[Done] = deque()
         self._turn: deque[int] = deque([0])  # whoever holds it sends; `popleft` and `append` are atomic
@@ -68,41 +74,79 @@ class _Reporter:
                     items.append(self._waiting.popleft())
                 if items:
                     _send(self._pipe, frame(self._encoder.encode(Answers(items))))
+                    ring(self._bell)
             finally:
                 self._turn.append(0)
 
 
 class _Outbox:
-    """Answers of the loop: one goes at once if no other of its kind is on the way, else with those in a moment."""
+    """Answers of the loop: one goes at once if no other of its kind is on the way, else with those in a moment.
 
-    def __init__(self, pipe: int, clock: SystemClock) -> None:
+    The bell is rung at once for the former. For the latter there is time for the engine to look by itself, as a busy
+    one does; only what it does not fetch is rung for, and once, however much follows before it comes.
+    """
+
+    def __init__(self, pipe: int, bell: int, clock: Clock) -> None:
         self._pipe = pipe
+        self._bell = bell
         self._clock = clock
         self._encoder = msgspec.msgpack.Encoder()
         self._held: list[Done] = []
         self._kinds: set[bool] = set()
         self._due = 0.0
+        self._hold = _HOLD_LOADS_S
+        self._ring_at: float | None = None  # None: nothing is there to be rung for
+        self._comes = False  # whether the engine came by itself last time
 
     def report(self, done: Done, load: bool) -> None:
         """Called by the loop."""
         if not self._held or load not in self._kinds:
-            due = self._clock.monotonic() + (_HOLD_LOADS_S if load else _HOLD_STORES_S)
-            self._due = min(self._due, due) if self._held else due
+            hold = _HOLD_LOADS_S if load else _HOLD_STORES_S
+            due = self._clock.monotonic() + hold
+            if not self._held or due < self._due:
+                self._due, self._hold = due, hold
         self._kinds.add(load)
         self._held.append(done)
 
     def flush(self, loop: IoLoop, *, at_once: bool) -> float:
-        """Send what should go now; seconds until the rest should, or until a look at other things is due."""
-        if not self._held:
+        """Send what should go now; seconds until the next call, or until a look at other things is due."""
+        if not self._held and self._ring_at is None:
             return _LOOK_FOR_PARENT_S
-        if not at_once and all(loop.follow(load=load) for load in self._kinds):
-            rest = self._due - self._clock.monotonic()
-            if rest > 0:
-                return rest
-        _send(self._pipe, frame(self._encoder.encode(Answers(self._held))))
+        now = self._clock.monotonic()
+        if self._held:
+            alone = at_once or not all(loop.follow(load=load) for load in self._kinds)
+            if alone or now >= min(self._due, self._ring_at or self._due):
+                self._send(now, alone)
+        if self._ring_at is not None and now >= self._ring_at:
+            self._ring_at = None
+            if self._unfetched():
+                ring(self._bell)
+        next_at = [at for at in (self._due if self._held else None, self._ring_at) if at is not None]
+        return max(min(next_at) - now, 0.0) if next_at else _LOOK_FOR_PARENT_S
+
+    def _send(self, now: float, alone: bool) -> None:
+        message = frame(self._encoder.encode(Answers(self._held)))
+        _send(self._pipe, message)
         self._held = []
         self._kinds.clear()
-        return _LOOK_FOR_PARENT_S
+        # Looked at after it is sent: if older ones still lie there, whoever fetches those fetches these too.
+        fetched = self._unfetched() <= len(message)
+        if fetched:
+            self._comes = self._ring_at is not None  # no ring was needed
+        if alone:
+            self._ring_at = now
+        elif fetched:
+            self._ring_at = now + (_HOLD_BELL_S if self._comes else self._hold)
+
+    def _unfetched(self) -> int:
+        """Bytes of answers that lie in the pipe."""
+        return int.from_bytes(fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def ring(bell: int) -> None:
+    """Say that answers are there."""
+    with contextlib.suppress(BlockingIOError):  # full of rings that nobody has heard yet
+        os.write(bell, b"!")
 
 
 def _send(pipe: int, message: bytes) -> None:
@@ -147,7 +191,7 @@ def serve(spec: WorkerSpec) -> None:
 
 def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, queue: CallQueue) -> None:
     clock = SystemClock()
-    outbox, finished = _Outbox(spec.answers, clock), deque[Done]()
+    outbox, finished = _Outbox(spec.answers, spec.bell, clock), deque[Done]()
     # Those that write for the first time are many; nothing that others wait for may stand behind them.
     upkeep, first_writes = ThreadExecutor("disk-io", threads=_BESIDE), ThreadExecutor("disk-fill", threads=_FILLERS)
 
@@ -187,7 +231,7 @@ def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, queue: CallQueue) -> N
 
 def _serve_by_threads(spec: WorkerSpec, workshop: Workshop) -> None:
     executor = ThreadExecutor("disk-io", threads=spec.width)
-    reporter = _Reporter(spec.answers, spec.width)
+    reporter = _Reporter(spec.answers, spec.bell, spec.width)
     lanes = Lanes(workshop.run, executor, reporter.report, width=spec.width, write_depth=spec.write_depth, burst=_BURST)
     reporter.lanes = lanes
     inbox = _Inbox(spec, lanes)

@@ -6,7 +6,10 @@ Index, space and decisions stay here. When it dies, every task in its hands has 
 calls are, so the slots are free at once. It is started again after a back-off. It ends by itself when this process
 does; until then it holds the lock of the directory, so nobody else writes there beside it.
 
-A slice of listening runs on the context's executor, which therefore has to be one with threads.
+Answers are read by whoever polls, and nobody else touches them. A bell beside them, a second pipe, says that it is
+time to look: a slice of waiting for it runs on the context's executor, which therefore has to be one with threads. The
+bell is not rung for answers that are fetched in time anyway: each ring makes a thread of the engine give up the
+interpreter, to one that may have to wait for a core of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import os
 import select
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +38,13 @@ MOST_MESSAGE_BYTES = 256 << 20
 """No message is longer; a length above it is damage."""
 READ_BYTES = 1 << 16
 """Larger reads take fresh memory from the system for each."""
+_RINGS = 64
+"""Rings of the bell that are taken off it at once."""
 _TOGETHER = 16
 """Most loads that are held back to go in one message."""
 _LISTEN_S = 0.25
 _LISTEN_TURNS = 64
+_GLANCE_S = 0.001
 _RESTART_FIRST_S = 0.1
 _RESTART_MOST_S = 10.0
 _CAUSES = frozenset({"", NOT_THERE, *FailCause})
@@ -62,6 +67,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
     jobs: int
     answers: int
+    bell: int
     region: int
     region_bytes: int
     directory: int
@@ -106,26 +112,30 @@ class Frames:
 
 
 class _Child:
-    """One life of the I/O process. `ended` is set, by the listener, after its last answer was queued."""
+    """One life of the I/O process. `ended` once all its answers were read; `silent` once nobody waits for its bell.
 
-    def __init__(self, context: TierContext, spec: WorkerSpec, inherited: Sequence[int], arrived: deque[bytes]) -> None:
+    The bell belongs to the listener. It ends after the answers do: the process made it last, and files of a process
+    that ends are closed in the order of their numbers.
+    """
+
+    def __init__(self, context: TierContext, spec: WorkerSpec, inherited: Sequence[int]) -> None:
         ours: list[int] = []
         theirs: list[int] = []
         try:
             jobs_out, self.jobs = _pipe(theirs, ours)
             answers_in, self.answers = _pipe(theirs, ours, outwards=False)
-            self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            ours.append(self._signal)
+            bell_in, self.bell = _pipe(theirs, ours, outwards=False)
             for end in (self.jobs, answers_in):
                 with contextlib.suppress(OSError):
                     fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-            os.set_blocking(self.jobs, False)
-            spec = msgspec.structs.replace(spec, jobs=jobs_out, answers=answers_in)
+            for end in (self.jobs, self.answers, bell_in):
+                os.set_blocking(end, False)
+            spec = msgspec.structs.replace(spec, jobs=jobs_out, answers=answers_in, bell=bell_in)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", WORKER_MODULE, msgspec.json.encode(spec).decode()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(jobs_out, answers_in, *inherited),
+                pass_fds=(jobs_out, answers_in, bell_in, *inherited),
                 env=_environment(),
                 start_new_session=True,
             )
@@ -137,29 +147,41 @@ class _Child:
             for end in theirs:
                 os.close(end)
         self.ended = False
-        self.waiting = False
+        self.silent = False
+        self.rung = False
         self.outbox = bytearray()
         self._context = context
-        self._arrived = arrived
         context.executor.submit(self._listen)
 
     def _listen(self) -> None:
-        """Wait a while for answers, on the executor; comes back to it until the pipe ends."""
+        """Wait a while for the bell, on the executor; comes back to it until the bell is gone."""
         for _ in range(_LISTEN_TURNS):
-            readable, _, _ = select.select([self.answers], [], [], _LISTEN_S)
+            readable, _, _ = select.select([self.bell], [], [], _LISTEN_S)
             if not readable:
                 break
-            piece = os.read(self.answers, READ_BYTES)
-            if piece:
-                self._arrived.append(piece)
-            else:
-                self.ended = True
-            if self.waiting:
-                os.eventfd_write(self._signal, 1)
+            gone = not os.read(self.bell, _RINGS)
+            if gone:
+                os.close(self.bell)
+            self.silent, self.rung = gone, True
             self._context.wake()
-            if self.ended:
+            if gone:
                 return
         self._context.executor.submit(self._listen)
+
+    def fetch(self) -> list[bytes]:
+        """The pieces of answers that have come. Does not wait."""
+        pieces: list[bytes] = []
+        self.rung = False  # before the look: what comes later rings again
+        while not self.ended:
+            try:
+                piece = os.read(self.answers, READ_BYTES)
+            except BlockingIOError:
+                break
+            if piece:
+                pieces.append(piece)
+            else:
+                self.ended = True
+        return pieces
 
     def send(self) -> None:
         """Write what the pipe takes now."""
@@ -173,19 +195,14 @@ class _Child:
                 return
             del self.outbox[:done]
 
-    def wait(self, timeout: float) -> None:
-        """Until an answer or the end arrived, or `timeout` seconds."""
-        self.waiting = True  # before the look at what arrived, so that nothing falls between
-        if not self._arrived and not self.ended:
-            select.select([self._signal], [], [], timeout)
-        self.waiting = False
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._signal)
+    def wait(self, timeout: float) -> bool:
+        """Until answers or their end came, or `timeout` seconds; whether they did."""
+        return self.ended or bool(select.select([self.answers], [], [], timeout)[0])
 
     def release(self) -> None:
         """Close what is left of an ended life."""
         self.process.wait()
-        for handle in (self.jobs, self.answers, self._signal):
+        for handle in (self.jobs, self.answers):
             os.close(handle)
 
 
@@ -215,6 +232,7 @@ class ProcessWorkers:
         self._spec = WorkerSpec(
             jobs=-1,
             answers=-1,
+            bell=-1,
             region=region_fd,
             region_bytes=len(context.region),
             directory=directory,
@@ -226,7 +244,7 @@ class ProcessWorkers:
             pin_cpus=list(settings.pin_cpus),
         )
         self._inherited = (region_fd, directory, lock)
-        self._arrived: deque[bytes] = deque()
+        self._arrived: list[bytes] = []  # what came while it was being closed
         self._frames = Frames()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Answers)
@@ -290,10 +308,11 @@ class ProcessWorkers:
     def take(self) -> list[Done]:
         """See `volume.Workers`."""
         child = self._child
-        ended = child is not None and child.ended  # looked at first: what arrived before the end is still to be read
         answers, self._lost = self._lost, []
-        while self._arrived:
-            piece = self._arrived.popleft()
+        if child is None or not (self._unanswered or child.rung or child.silent or child.ended):
+            return answers
+        arrived, self._arrived = self._arrived, []
+        for piece in arrived + child.fetch():
             if self._broken:
                 continue
             try:
@@ -304,10 +323,10 @@ class ProcessWorkers:
         ended_tasks = [done.task_id for done in answers]
         self._unanswered.difference_update(ended_tasks)
         self._reads.difference_update(ended_tasks)
-        if answers and child is not None and not ended:
-            self._restart_s = _RESTART_FIRST_S
-        if ended and child is not None:
+        if child.ended:
             answers += self._bury(child)
+        elif answers:
+            self._restart_s = _RESTART_FIRST_S
         return answers
 
     def _checked(self, answers: Sequence[Done]) -> Sequence[Done]:
@@ -341,15 +360,13 @@ class ProcessWorkers:
 
     def wait(self, timeout: float) -> bool:
         """See `volume.Workers`."""
-        if self._lost or self._arrived:
+        if self._lost:
             return True
         child = self._child
         if child is None:
             return False
         self._send()
-        if not child.ended:
-            child.wait(timeout)
-        return bool(self._arrived) or child.ended
+        return child.wait(timeout)
 
     def advance(self, now: float) -> None:
         """Start the process again once its back-off is over; send what the pipe did not take."""
@@ -362,7 +379,7 @@ class ProcessWorkers:
 
     def _begin(self) -> None:
         try:
-            self._child = _Child(self._context, self._spec, self._inherited, self._arrived)
+            self._child = _Child(self._context, self._spec, self._inherited)
         except OSError:
             self._restart_at = self._context.clock.monotonic() + self._restart_s
             self._restart_s = min(self._restart_s * 2, _RESTART_MOST_S)
@@ -383,9 +400,14 @@ class ProcessWorkers:
 
     def _wait_end(self, child: _Child, timeout: float) -> bool:
         deadline = self._context.clock.monotonic() + timeout
-        while not child.ended:
+        while True:
+            self._arrived += child.fetch()
+            if child.ended and child.silent:
+                return True
             rest = deadline - self._context.clock.monotonic()
             if rest <= 0:
-                return False
-            child.wait(rest)
-        return True
+                return child.ended
+            if child.ended:
+                select.select([], [], [], min(rest, _GLANCE_S))
+            else:
+                child.wait(rest)

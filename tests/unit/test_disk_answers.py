@@ -1,0 +1,153 @@
+"""How the I/O process sends answers and when it rings for them: an engine that looks by itself is left in peace."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kvstrata.runtime.disk_worker import _HOLD_BELL_S, _HOLD_LOADS_S, _Outbox
+from kvstrata.testing.clock import ManualClock
+from kvstrata.tiers.disk.process import READ_BYTES, Frames
+from kvstrata.tiers.disk.tasks import Answers, Done
+
+
+class Loop:
+    """Says whether loads, and stores, are still under way."""
+
+    more = True
+
+    def follow(self, *, load: bool) -> bool:
+        return self.more
+
+
+class Pipes:
+    """An outbox, and the engine's ends of its pipes."""
+
+    def __init__(self) -> None:
+        self.clock, self.loop = ManualClock(), Loop()
+        self._answers, answers_in = os.pipe()
+        self._bell, bell_in = os.pipe()
+        for end in (self._answers, self._bell, bell_in):
+            os.set_blocking(end, False)
+        fcntl.fcntl(bell_in, fcntl.F_SETPIPE_SZ, 4096)
+        self._ends = (self._answers, answers_in, self._bell, bell_in)
+        self.outbox = _Outbox(answers_in, bell_in, self.clock)
+        self._next = 0
+
+    def report(self) -> None:
+        self._next += 1
+        self.outbox.report(Done(self._next), True)
+
+    def flush(self, *, at_once: bool = False) -> float:
+        return self.outbox.flush(self.loop, at_once=at_once)  # type: ignore[arg-type]
+
+    def fetch(self) -> list[int]:
+        """The tasks whose answers have come."""
+        try:
+            messages = Frames().feed(os.read(self._answers, READ_BYTES))
+        except BlockingIOError:
+            return []
+        items = [each for message in messages for each in msgspec.msgpack.decode(message, type=Answers).items]
+        return [done.task_id for done in items]
+
+    def rings(self) -> int:
+        try:
+            return len(os.read(self._bell, 4096))
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        for end in self._ends:
+            os.close(end)
+
+
+@pytest.fixture
+def pipes() -> Iterator[Pipes]:
+    made = Pipes()
+    yield made
+    made.close()
+
+
+def test_an_answer_that_no_other_follows_is_sent_and_rung_for_at_once(pipes: Pipes) -> None:
+    pipes.loop.more = False
+    pipes.report()
+    pipes.flush()
+    assert (pipes.fetch(), pipes.rings()) == ([1], 1)
+    pipes.loop.more = True
+    pipes.report()
+    pipes.flush(at_once=True)
+    assert (pipes.fetch(), pipes.rings()) == ([2], 1)
+
+
+def test_the_first_of_many_waits_for_others_and_then_for_the_engine(pipes: Pipes) -> None:
+    pipes.report()
+    assert pipes.flush() == pytest.approx(_HOLD_LOADS_S)
+    pipes.clock.advance(_HOLD_LOADS_S)
+    pipes.report()
+    assert pipes.flush() == pytest.approx(_HOLD_LOADS_S)
+    assert pipes.rings() == 0
+    pipes.clock.advance(_HOLD_LOADS_S)
+    pipes.report()
+    pipes.flush()
+    assert (pipes.fetch(), pipes.rings()) == ([1, 2, 3], 1)
+
+
+def test_an_engine_that_looks_by_itself_is_not_rung_for(pipes: Pipes) -> None:
+    seen, rings = [], 0
+    for tick in range(1000):  # a quarter of a millisecond each; the engine looks every two and a half
+        pipes.report()
+        pipes.flush()
+        if tick % 10 == 6:
+            seen += pipes.fetch()
+            rings += pipes.rings()
+        pipes.clock.advance(_HOLD_LOADS_S / 4)
+    assert rings <= 1
+    assert seen == list(range(1, len(seen) + 1))
+    assert len(seen) > 980
+
+
+def test_an_engine_that_does_not_come_is_rung_for_once_until_it_does(pipes: Pipes) -> None:
+    for _ in range(1000):
+        pipes.report()
+        pipes.flush()
+        pipes.clock.advance(_HOLD_LOADS_S / 4)
+    assert pipes.rings() == 1
+    assert len(pipes.fetch()) > 900
+    for _ in range(8):
+        pipes.report()
+        pipes.flush()
+        pipes.clock.advance(_HOLD_LOADS_S / 4)
+    pipes.flush()
+    assert pipes.rings() == 1
+
+
+def test_what_an_engine_that_came_by_itself_leaves_is_rung_for_in_time(pipes: Pipes) -> None:
+    for _ in range(2):
+        pipes.report()
+        pipes.flush()
+        pipes.clock.advance(_HOLD_LOADS_S)
+        pipes.flush()
+        assert pipes.fetch()
+    pipes.report()
+    pipes.flush()
+    pipes.clock.advance(_HOLD_LOADS_S)
+    assert pipes.flush() == pytest.approx(_HOLD_BELL_S)
+    assert pipes.rings() == 0
+    pipes.clock.advance(_HOLD_BELL_S)
+    pipes.flush()
+    assert pipes.rings() == 1
+    assert pipes.fetch() == [3]
+
+
+def test_a_bell_that_nobody_hears_does_not_stop_the_process(pipes: Pipes) -> None:
+    pipes.loop.more = False
+    for _ in range(5000):  # more than a pipe takes
+        pipes.report()
+        pipes.flush()
+        if not pipes._next % 64:
+            pipes.fetch()
+    assert pipes.rings() > 0
