@@ -89,10 +89,6 @@ GUARDED_MODULES_AT: Mapping[str, frozenset[str]] = {
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-LONG_FILES: Mapping[str, int] = {
-    "testing/tier_contract.py": 900,  # one behaviour of a tier after the other; outside authors read it as a list
-}
-"""Files that may be longer, and how long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +203,8 @@ def size_complaints(path: str, text: str) -> list[str]:
     """Files and functions that are too long to be about one subject."""
     complaints = []
     lines = text.count("\n")
-    most = LONG_FILES.get(path, MAX_FILE_LINES)
-    if lines > most:
-        complaints.append(f"{path}: {lines} lines, at most {most}")
+    if lines > MAX_FILE_LINES:
+        complaints.append(f"{path}: {lines} lines, at most {MAX_FILE_LINES}")
     for node in ast.walk(parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1

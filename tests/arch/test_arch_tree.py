@@ -74,12 +74,6 @@ def test_test_files_have_names_of_their_own() -> None:
     assert [name for name in names if name.endswith("__init__.py")] == []
 
 
-def test_exceptions_to_the_length_are_still_needed() -> None:
-    for path in checkers.LONG_FILES:
-        assert path in FILES
-        assert FILES[path].count("\n") > checkers.MAX_FILE_LINES
-
-
 @pytest.mark.scenario_104
 def test_every_module_imports_without_an_engine_and_without_a_thread() -> None:
     names = [f"kvstrata.{path.removesuffix('.py').replace('/', '.')}" for path in FILES]
