@@ -33,6 +33,9 @@ def test_an_outside_tier_by_its_place() -> None:
         ("kvstrata.nowhere:Tier", {}, "cannot be imported"),
         ("kvstrata.tiers.memory:Missing", {}, "cannot be imported"),
         ("memory", {"colour": "red"}, "colour"),
+        ("fs", {"path": "somewhere", "part": "a", "colour": "red"}, "SharedFsTier.*unexpected.*'colour'"),
+        # What a tier over a server sets for itself is no option of it.
+        ("fs", {"path": "somewhere", "part": "a", "max_queue": 4}, "SharedFsTier.*unexpected.*'max_queue'"),
         ("kvstrata.testing:ManualClock", {}, "is not a tier"),
     ],
 )

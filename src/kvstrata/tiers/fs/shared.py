@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+from typing import Unpack
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.common.tasks import Ticket
@@ -11,7 +12,7 @@ from kvstrata.tiers.fs.shared_client import SharedClient
 from kvstrata.tiers.server.client import StoreClient
 from kvstrata.tiers.server.core import State
 from kvstrata.tiers.server.tasks import Task
-from kvstrata.tiers.server.tier import ServerSettings, ServerTier
+from kvstrata.tiers.server.tier import CommonOptions, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
 CLAIM_BYTES = 16 << 10
@@ -50,16 +51,12 @@ class SharedFsTier(ServerTier):
         part: str,
         name: str = "fs",
         limit: int | None = None,
-        shared_limit: int | None = None,
         min_free: int = 0,
         mode: str | int = 0o600,
         group: str | int | None = None,
-        verify: bool = True,
-        secret: str = "",
-        timeout_s: float = 5.0,
-        retry_s: float = 1.0,
         probe_cost_s: float = 0.0005,
         files: FileSystem | None = None,
+        **common: Unpack[CommonOptions],
     ) -> None:
         at = f"tier {name}"
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit <= CLAIM_BYTES):
@@ -69,16 +66,7 @@ class SharedFsTier(ServerTier):
         self.capabilities = Capabilities(sync_probe=False, probe_cost_s=probe_cost_s, shared=True)
         access = Access(mode_of(mode, at), group_of(group, at))
         self._shared = SharedClient(str(path), files or RealFileSystem(), access, min_free)
-        settings = ServerSettings(
-            name,
-            limit=limit,
-            shared_limit=shared_limit,
-            part=part,
-            verify=verify,
-            secret=secret,
-            timeout_s=timeout_s,
-            retry_s=retry_s,
-        )
+        settings = self._settings_from(name, common, limit=limit, part=part)
         super().__init__(self._shared, settings)
 
     def _forget_part(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Unpack
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.mooncake.arena import RECORDS
 from kvstrata.tiers.mooncake.client import Connection, MooncakeClient, library
-from kvstrata.tiers.server.tier import ServerSettings, ServerTier
+from kvstrata.tiers.server.tier import CommonOptions, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -41,7 +41,6 @@ class MooncakeTier(ServerTier):
         *,
         name: str = "mooncake",
         limit: int | None = None,
-        shared_limit: int | None = None,
         part: str = "",
         protocol: str = "tcp",
         devices: str = "",
@@ -50,20 +49,20 @@ class MooncakeTier(ServerTier):
         admin: str = "",
         prefix: str = "kvstrata",
         replicas: int = 1,
-        verify: bool = True,
-        secret: str = "",
-        timeout_s: float = 5.0,
-        retry_s: float = 1.0,
         probe_cost_s: float = 0.001,
         store: Any = None,
+        **common: Unpack[CommonOptions],
     ) -> None:
+        settings = self._settings_from(
+            name, common, limit=limit, part=part, task_keys=RECORDS, task_bytes=TASK_BYTES, width=WIDTH
+        )
         at = f"tier {name}"
         if store is None:
             for option, value in (("master", master), ("metadata", metadata)):
                 if not isinstance(value, str) or not value:
                     raise ConfigError(f"{at}: {option}: is needed, the address of the Mooncake {option} server")
         _check(at, protocol, prefix, segment, replicas)
-        _load(at, timeout_s)
+        _load(at, settings.timeout_s)
         self.capabilities = Capabilities(sync_probe=False, probe_cost_s=probe_cost_s, shared=True)
         self._mooncake = MooncakeClient(
             Connection(master, metadata, hostname, protocol, devices, segment, admin.rstrip("/")),
@@ -71,19 +70,6 @@ class MooncakeTier(ServerTier):
             lambda: None if self._context is None else self._context.clock,
             replicas=replicas,
             store=store,
-        )
-        settings = ServerSettings(
-            name,
-            limit=limit,
-            shared_limit=shared_limit,
-            part=part,
-            verify=verify,
-            secret=secret,
-            timeout_s=timeout_s,
-            retry_s=retry_s,
-            task_keys=RECORDS,
-            task_bytes=TASK_BYTES,
-            width=WIDTH,
         )
         super().__init__(self._mooncake, settings)
 

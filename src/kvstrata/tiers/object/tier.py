@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.server.client import StoreClient
-from kvstrata.tiers.server.tier import ServerSettings, ServerTier
+from kvstrata.tiers.server.tier import CommonOptions, ServerSettings, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
 if TYPE_CHECKING:
@@ -38,32 +38,17 @@ class ObjectTier(ServerTier):
         *,
         name: str = "object",
         limit: int | None = None,
-        shared_limit: int | None = None,
         part: str = "",
         endpoint: str = "",
         region: str = "",
         credentials: str = "",
-        verify: bool = True,
-        secret: str = "",
-        timeout_s: float = 5.0,
-        retry_s: float = 1.0,
         connections: int = 16,
         multipart_bytes: int = 64 << 20,
         probe_cost_s: float = 0.02,
         store: ObjectStore | None = None,
+        **common: Unpack[CommonOptions],
     ) -> None:
-        settings = ServerSettings(
-            name,
-            limit=limit,
-            shared_limit=shared_limit,
-            part=part,
-            verify=verify,
-            secret=secret,
-            timeout_s=timeout_s,
-            retry_s=retry_s,
-            task_keys=TASK_KEYS,
-            task_bytes=TASK_BYTES,
-        )
+        settings = self._settings_from(name, common, limit=limit, part=part, task_keys=TASK_KEYS, task_bytes=TASK_BYTES)
         self.url = url
         self.capabilities = Capabilities(sync_probe=False, probe_cost_s=probe_cost_s, shared=True)
         self._how = {"credentials": credentials, "endpoint": endpoint, "region": region}

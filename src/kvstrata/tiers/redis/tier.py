@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Unpack
 from urllib.parse import urlsplit
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.server.client import StoreClient
 from kvstrata.tiers.server.secrets import read_secret
-from kvstrata.tiers.server.tier import ServerSettings, ServerTier
+from kvstrata.tiers.server.tier import CommonOptions, ServerSettings, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -40,7 +40,6 @@ class RedisTier(ServerTier):
         *,
         name: str = "redis",
         limit: int | None = None,
-        shared_limit: int | None = None,
         part: str = "",
         prefix: str = "kvstrata",
         username: str = "",
@@ -50,23 +49,11 @@ class RedisTier(ServerTier):
         cert_file: str = "",
         key_file: str = "",
         ttl_s: float | None = None,
-        verify: bool = True,
-        secret: str = "",
-        timeout_s: float = 2.0,
-        retry_s: float = 1.0,
         probe_cost_s: float = 0.0005,
+        **common: Unpack[CommonOptions],
     ) -> None:
-        settings = ServerSettings(
-            name,
-            limit=limit,
-            shared_limit=shared_limit,
-            part=part,
-            verify=verify,
-            secret=secret,
-            timeout_s=timeout_s,
-            retry_s=retry_s,
-            task_bytes=TASK_BYTES,
-            width=WIDTH,
+        settings = self._settings_from(
+            name, common, limit=limit, part=part, timeout_s=2.0, task_bytes=TASK_BYTES, width=WIDTH
         )
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
             raise ConfigError(f"tier {name}: prefix: {prefix!r} must be 1 to 64 letters, digits or any of _ . : -")

@@ -6,6 +6,7 @@ import enum
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.common.claims import Claim, Owner, Refusal, check_part, default_part, this_process
@@ -30,6 +31,16 @@ from kvstrata.types import FailCause, OffloadKey
 PROBES_PER_TIMEOUT = 256
 """So many keys of one probe may take as long as one request."""
 NAMESPACE_BYTES = 16
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options that mean the same in every tier over a server: see `ServerSettings`, which has their defaults too."""
+
+    shared_limit: int | None
+    verify: bool
+    secret: str
+    timeout_s: float
+    retry_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +135,17 @@ class Core(Storing[Task, StoreItem]):
         self._sick = False
         """The last thing that was heard of the store is a passing error."""
         self._forget_part()
+
+    @classmethod
+    def _settings_from(cls, name: str, options: CommonOptions, **own: Any) -> ServerSettings:
+        """The settings of a tier, from its options and its own values for what is not among them.
+
+        Raises `TypeError` for an option that there is not, as any call does.
+        """
+        for option in options:
+            if option not in CommonOptions.__annotations__:
+                raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {option!r}")
+        return ServerSettings(name, **{**own, **options})
 
     def _forget_part(self) -> None:
         """Know nothing of the part. Results of tasks that are under way change no account any more."""

@@ -9,7 +9,7 @@ from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.common.record import Identity, tag_key_of
 from kvstrata.tiers.common.self_test import run_self_test
 from kvstrata.tiers.common.task_tier import SELF_TEST_S
-from kvstrata.tiers.server.core import ServerSettings, State
+from kvstrata.tiers.server.core import CommonOptions, ServerSettings, State
 from kvstrata.tiers.server.release import ReleasedPart, release_part
 from kvstrata.tiers.server.secrets import read_secret
 from kvstrata.tiers.server.stores import Stores
@@ -28,7 +28,7 @@ from kvstrata.tiers.server.tasks import (
 )
 from kvstrata.types import Capabilities, FailCause, Locality, Medium, OffloadKey, TierEvent
 
-__all__ = ["ServerSettings", "ServerTier"]
+__all__ = ["CommonOptions", "ServerSettings", "ServerTier"]
 
 TOUCH_INTERVAL_S = 10.0
 TOUCHES_PER_TASK = 1024
