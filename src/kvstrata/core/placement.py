@@ -8,7 +8,6 @@ flexible pages of its own, or there is slack. So a transaction that starts alway
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -56,7 +55,10 @@ class Placement:
         if not parts:
             return _NONE
         slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        slots = slots[np.argsort(self.table.offset[slots], kind="stable")]
+        if self.table.mixed:
+            slots = slots[np.argsort(self.table.offset[slots], kind="stable")]
+        else:
+            slots = np.sort(slots)  # rows were laid out in the order of their pages
         self.table.stamp_now(slots)
         return slots
 
@@ -138,8 +140,8 @@ class Placement:
             self.table.hidden[skipped] = True
             self._policies[kind].hide(skipped)
 
-    def victims(self, kind: int) -> Iterator[int]:
-        return self._policies[kind].victims()
+    def victims(self, kind: int, need: int) -> Iterator[Sequence[int]]:
+        return self._policies[kind].victim_lists(max(need, _LOOK_AHEAD))
 
 
 class _Eviction:
@@ -151,7 +153,7 @@ class _Eviction:
         self._kind = kind
         self._needs = needs
         self._taken = taken
-        self._victims = placement.victims(kind)
+        self._victims = placement.victims(kind, needs[kind])
         self._pending = _NONE  # own victims that were looked at and not decided
         self._pinned: list[int] = []
         self._own: list[I64] = []
@@ -172,10 +174,9 @@ class _Eviction:
 
     def _look_further(self) -> None:
         """Reads on until some victim of the class is evictable, or there is none left."""
-        want = max(self._needs[self._kind], _LOOK_AHEAD)
         while not len(self._pending):
-            batch = list(islice(self._victims, want))
-            if not batch:
+            batch = next(self._victims, None)
+            if batch is None:
                 return
             slots = np.array(batch, dtype=np.int64)
             pins = self._table.pins[slots]

@@ -7,9 +7,13 @@ and asks it for victims. `kvstrata.testing.policy_contract` is the suite that ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import ClassVar, Protocol, Self
 
 from kvstrata.types import OffloadKey
+
+VICTIMS_AT_ONCE = 64
+"""Victims that are looked for together if nobody says how many are wanted."""
 
 
 class EvictionPolicy(Protocol):
@@ -59,6 +63,12 @@ class EvictionPolicy(Protocol):
         over. Inner order may be advanced while iterating, so that repeated calls do not repeat the same work.
         """
         ...
+
+    def victim_lists(self, most: int = VICTIMS_AT_ONCE) -> Iterator[Sequence[int]]:
+        """`victims`, about `most` at a time: for callers that look at them together. No list is empty."""
+        victims = self.victims()
+        while some := list(islice(victims, most)):
+            yield some
 
     def hide(self, slots: Sequence[int]) -> None:
         """A hint that `slots` cannot be evicted for now: they need not be offered until shown or touched.

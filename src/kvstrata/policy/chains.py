@@ -91,13 +91,13 @@ class ChainQueues:
             if self._shift > 1:
                 self._home.extend(bytes(missing))
 
-    def _adopt(self, slots: Sequence[int], anchor: int) -> None:
-        """Makes `slots` one chain below `anchor`."""
+    def _adopt(self, slots: Sequence[int], anchor: int, nodes: I64 | None = None) -> None:
+        """Makes `slots` one chain below `anchor`. `nodes`: those of the slots, if known."""
         shift, parents, children = self._shift, self._parent, self._children
         parent = anchor + shift if anchor >= 0 and anchor in self else -1
         if len(slots) >= self.wide:
-            columns, nodes = self._columns(), self._nodes(slots)
-            columns.parents[nodes[1:]] = nodes[:-1]
+            columns, nodes = self._columns(), self._nodes(slots) if nodes is None else nodes
+            columns.parents[nodes[1:]] = nodes[:-1].astype(np.int32)
             columns.children[nodes[:-1]] = 1  # new nodes have no children yet
             slots = slots[:1]
             self._held += len(nodes) - 1

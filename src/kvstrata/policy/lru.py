@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from kvstrata.policy.base import EvictionPolicy
+from kvstrata.policy.base import VICTIMS_AT_ONCE, EvictionPolicy
 from kvstrata.policy.chains import _OUT, _QUEUE, _WAITING, ChainQueues
 from kvstrata.types import I64, OffloadKey
-
-_STEP = 64
-"""Nodes that are looked at together on the way through the queue."""
 
 
 class _Front(NamedTuple):
@@ -35,6 +33,8 @@ class LRU(ChainQueues, EvictionPolicy):
     def __init__(self) -> None:
         super().__init__(queues=1)
         self._front: _Front | None = None
+        self._hot: list[int] = []
+        """What was put at the hot end last, if nothing has changed since."""
 
     def fresh(self) -> Self:
         return type(self)()
@@ -44,13 +44,16 @@ class LRU(ChainQueues, EvictionPolicy):
             return
         self._front = None
         self._grow(slots)
-        self._adopt(slots, anchor)
-        self._push(slots)
+        nodes = self._nodes(slots) if len(slots) >= self.wide else None
+        self._adopt(slots, anchor, nodes)
+        self._push(slots, nodes)
+        self._hot = list(slots)
 
     def touch(self, slots: Sequence[int]) -> None:
         self._front = None
-        if self._are_hottest(slots):
+        if self._hot == slots or self._are_hottest(slots):
             return  # a request that ends touches again what its load has just touched
+        self._hot = list(slots)
         if len(slots) >= self.wide and self._touch_run(self._nodes(slots)):
             return
         nexts, prevs, where = self._next, self._prev, self._where
@@ -95,12 +98,13 @@ class LRU(ChainQueues, EvictionPolicy):
                 return False
         return True
 
-    def _push(self, slots: Sequence[int]) -> None:
-        """Links `slots`, which are in no queue, at the hot end: the last one first."""
+    def _push(self, slots: Sequence[int], nodes: I64 | None = None) -> None:
+        """Links `slots`, which are in no queue, at the hot end: the last one first. `nodes`: theirs, if known."""
         if len(slots) >= self.wide:
-            columns, nodes = self._columns(), self._nodes(slots)
-            columns.nexts[nodes[1:]] = nodes[:-1]
-            columns.prevs[nodes[:-1]] = nodes[1:]
+            columns, nodes = self._columns(), self._nodes(slots) if nodes is None else nodes
+            links = nodes.astype(np.int32)  # what columns take at once
+            columns.nexts[nodes[1:]] = links[:-1]
+            columns.prevs[nodes[:-1]] = links[1:]
             columns.where[nodes] = _QUEUE
             self._join_hot(int(nodes[0]), int(nodes[-1]))
             return
@@ -116,19 +120,19 @@ class LRU(ChainQueues, EvictionPolicy):
         prevs[0] = last
 
     def remove(self, slots: Sequence[int]) -> None:
-        self._front = None
+        self._front, self._hot = None, []
         super().remove(slots)
 
     def hide(self, slots: Sequence[int]) -> None:
-        self._front = None
+        self._front, self._hot = None, []
         super().hide(slots)
 
     def show(self, slots: Sequence[int]) -> None:
-        self._front = None
+        self._front, self._hot = None, []
         super().show(slots)
 
     def evicted(self, slots: Sequence[int]) -> None:
-        front, self._front = self._front, None
+        front, self._front, self._hot = self._front, None, []
         if front is not None and len(slots) >= self.wide and slots == front.slots[: len(slots)]:
             self._drop_front(front, slots)
         else:
@@ -155,23 +159,28 @@ class LRU(ChainQueues, EvictionPolicy):
         self._held -= len(slots)
 
     def victims(self) -> Iterator[int]:
+        return chain.from_iterable(self.victim_lists())
+
+    def victim_lists(self, most: int = VICTIMS_AT_ONCE) -> Iterator[Sequence[int]]:
         gone: dict[int, int] = {}
         at = 0
         while True:
-            found = self._walk(at, gone)
+            found = self._walk(at, gone, most)
             if found.slots:
                 self._front = found if not at else self._front
                 at = found.slots[-1] + 1
-                yield from found.slots
-                yield from self._offered(at, gone)
+                yield found.slots
+                if offered := self._offered(at, gone):
+                    yield offered
             elif node := self._next[at]:
+                self._hot = []
                 self._park(node, _WAITING)
             else:
                 break
-        yield from self._blocked(gone)
+        yield from ([slot] for slot in self._blocked(gone))
 
-    def _walk(self, at: int, gone: dict[int, int]) -> _Front:
-        """The next few slots of the queue, from cold to hot, up to one that has to wait for others.
+    def _walk(self, at: int, gone: dict[int, int], most: int) -> _Front:
+        """The next slots of the queue, `most` at most, from cold to hot, up to one that has to wait for others.
 
         All but the last are counted as offered in `gone`, as far as anybody will ask.
         """
@@ -179,15 +188,25 @@ class LRU(ChainQueues, EvictionPolicy):
         slots: list[int] = []
         leaves: list[tuple[int, int]] = []
         above = -1  # the parent of the slot before
-        while len(slots) < _STEP and (node := nexts[at]):
-            if above >= 0 and above != node:
+        for _ in range(most):
+            node = nexts[at]
+            if not node:
+                break
+            count = children[node]
+            if above == node:  # most nodes: the parent of the one before
+                if count > 1 and count > gone.get(node, 0) + 1:
+                    break
+                slots.append(node - 1)
+                above = parents[node]
+                at = node
+                continue
+            if above >= 0:
                 if where[above] == _WAITING:
                     break
                 gone[above] = gone.get(above, 0) + 1
                 leaves.append((len(slots) - 1, above))
-            count = children[node]
-            if count and (count > 1 or above != node) and count > gone.get(node, 0) + (above == node):
-                if above >= 0 and above != node:
+            if count and count > gone.get(node, 0):
+                if above >= 0:
                     gone[above] -= 1  # `_offered` counts the last one
                 break
             slots.append(node - 1)

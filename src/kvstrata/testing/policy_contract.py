@@ -60,6 +60,9 @@ class ChainModel:
                     assert above not in at or at[above] > at[slot], f"{above} was offered before {slot}"
                     above = self.parent[above]
         assert list(policy.victims()) == order, "looking at victims changed their order"
+        lists = list(policy.victim_lists(3))
+        assert all(lists), "a list of victims is empty"
+        assert [slot for some in lists for slot in some] == order, "victims are others some at a time"
         return order
 
 
