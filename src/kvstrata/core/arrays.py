@@ -50,6 +50,12 @@ def all_are(column: I8 | Bool, value: SupportsIndex) -> bool:
     return column.tobytes().count(value) == len(column)
 
 
+def ascending(slots: npt.NDArray[Any]) -> bool:
+    """Whether the numbers go up strictly, from 0 or more: then none is negative, and none is named twice."""
+    count = len(slots)
+    return count > 0 and slots[0] >= 0 and (count == 1 or any_of(slots[1:] > slots[:-1]) == count - 1)
+
+
 def distinct(slots: npt.NDArray[Any]) -> bool:
     """Whether no number is named twice."""
     return len(set(slots.tolist())) == len(slots)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,17 @@ JOBS_OUT = 64
 tier queues, and what it then refuses would count as an error: backlog is no breaker."""
 
 
+class _Piece(NamedTuple):
+    """What one store has published and one job can take, looked up once for all tiers."""
+
+    version: int
+    """Of primary's index: the rest is true as long as that does not move."""
+    keys: Sequence[OffloadKey]
+    slots: I64
+    offsets: list[int]
+    lengths: list[int]
+
+
 def _drop(queue: deque[OffloadKey], count: int) -> None:
     """Takes the first entries out of a queue."""
     if count == len(queue):
@@ -47,9 +59,14 @@ class Cascades:
     def __init__(self, core: CoreState, presence: PresenceBook) -> None:
         self._core = core
         self._presence = presence
+        self._fresh: dict[OffloadKey, _Piece] = {}
+        """What was published last, by the first key of each piece."""
 
-    def offer(self, keys: Sequence[OffloadKey], digests: Mapping[OffloadKey, bytes], admit: TierFilter) -> None:
-        """Queue freshly stored keys, in chain order, for every tier that the request may store to."""
+    def offer(
+        self, keys: Sequence[OffloadKey], slots: I64, digests: Mapping[OffloadKey, bytes], admit: TierFilter
+    ) -> None:
+        """Queue freshly published keys, in chain order, for every tier that the request may store to."""
+        self._note_fresh(keys, slots)
         for tier in self._core.tiers:
             if not tier.filled:
                 continue
@@ -57,6 +74,17 @@ class Cascades:
                 self._queue(tier, keys, digests)
             else:
                 self._remember(tier.withheld, keys)
+
+    def _note_fresh(self, keys: Sequence[OffloadKey], slots: I64) -> None:
+        """Remember where what was just published lies, in the pieces in which it is handed over."""
+        version = self._core.residency.index.version
+        offsets, lengths = self._core.ranges_of(slots)
+        self._fresh.clear()
+        for at in range(0, len(keys), BATCH):
+            part = slice(at, at + BATCH)
+            self._fresh[keys[at]] = _Piece(
+                version, keys[part], slots[part], offsets[part].tolist(), lengths[part].tolist()
+            )
 
     def claim(self, keys: Sequence[OffloadKey], admit: TierFilter) -> None:
         """A request would store keys that primary has: tiers that were not to get them from others get them now."""
@@ -125,25 +153,39 @@ class Cascades:
             return False
         budget = core.inflight_limit - tier.cascading
         most = 1 if one_at_a_time else min(BATCH, tier.port.capabilities.max_batch)
-        slots, keys, digests = self._take(tier, budget, most)
+        piece = self._take_fresh(tier, budget, most)
+        if piece is not None:
+            _, keys, slots, offsets, lengths = piece
+            digests = self._digests_of(tier, keys)
+        else:
+            slots, keys, digests = self._take(tier, budget, most)
+            offsets, lengths = (column.tolist() for column in core.ranges_of(slots))
         if not keys:
             return False
         job = core.ledger.accept(JobKind.CASCADE, core.generation, slots, keys, "", core.now, tier=tier.index)
-        core.residency.pin(slots)
+        core.residency.pin_ready(slots)
         tier.cascading += core.byte_size(slots)
         tier.cascades_out += 1
         tier.writes.asked()
-        offsets, lengths = core.ranges_of(slots)
         known = digests if len(digests) == len(keys) else None
-        core.commands.append(
-            SubmitStore(tier.index, TierJob(job.job_id, keys, offsets.tolist(), lengths.tolist(), known))
-        )
+        core.commands.append(SubmitStore(tier.index, TierJob(job.job_id, keys, offsets, lengths, known)))
         return True
+
+    def _take_fresh(self, tier: TierState, budget: int, most: int) -> _Piece | None:
+        """The head of the queue, if it is a piece that was published last and nothing has moved since."""
+        queue = tier.cascades
+        piece = self._fresh.get(queue[0])
+        if piece is None or piece.version != self._core.residency.index.version or len(piece.keys) > most:
+            return None
+        if self._core.byte_size(piece.slots) > budget or list(islice(queue, len(piece.keys))) != piece.keys:
+            return None
+        _drop(queue, len(piece.keys))
+        return piece
 
     def _take(self, tier: TierState, budget: int, most: int) -> tuple[I64, list[OffloadKey], list[bytes]]:
         """Leading queued chunks that primary still has, within `budget` bytes; at least one if none is out.
 
-        With the digests that are known of them.
+        All are READY, and none is named twice. With the digests that are known of them.
         """
         residency, queue = self._core.residency, tier.cascades
         while queue:
@@ -218,7 +260,7 @@ class Cascades:
         if len(index):
             slots = job.slots_at(index)
             self._core.tiers[job.tier].cascading -= self._core.byte_size(slots)
-            self._core.unpin(slots)
+            self._core.unpin(slots, once=True)  # a job names no key twice
             job.unpinned[index] = True
 
     def ended(self, job: Job) -> None:
@@ -226,7 +268,8 @@ class Cascades:
         tier = self._core.tiers[job.tier]
         tier.cascades_out -= 1
         tier.writes.released()
-        self._unpin(job, where(~job.unpinned))
+        if any_of(job.unpinned) < len(job.unpinned):
+            self._unpin(job, where(~job.unpinned))
         if job.generation < tier.purged_through and not self.stale(tier):
             self.purge(tier)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
+from operator import eq
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstrata.core.arrays import no_slots
 from kvstrata.errors import InternalError
@@ -14,12 +16,15 @@ from kvstrata.types import I64, OffloadKey
 
 _NO_KEY = b""
 _REBUILD_FROM = 1024
+_WINDOW = 64
+"""So many keys of a piece are compared at a time at first, and twice as many each time after that."""
 _PIECE = 8
+_WINDOW = 64
 """From so many keys on it pays to see whether they lie in one piece."""
 
 
 class KeyIndex:
-    """A dict of keys and a list by slot; no Python loop per key on the way to an answer.
+    """A dict of keys and a column of them by slot; no Python loop per key on the way to an answer.
 
     Deleted entries stay in a dict until it is full, and then it grows to three times what it holds. Copying it when
     a third of it is dead costs the same work and half of the memory.
@@ -27,7 +32,7 @@ class KeyIndex:
 
     def __init__(self) -> None:
         self.slots: dict[OffloadKey, int] = {}
-        self.keys: list[OffloadKey] = []
+        self.keys: npt.NDArray[np.object_] = np.empty(0, object)
         """By slot; empty where there is none."""
         self.version = 0
         """Counts changes: what was found stays true as long as it does not move."""
@@ -63,19 +68,16 @@ class KeyIndex:
 
     def _piece(self, first: int, keys: Sequence[OffloadKey], at: int) -> int:
         """How many keys from `at` on lie in neighbouring slots from `first` on, where the first one does."""
-        by_slot = self.keys
-        some, most = 1, len(keys) - at
-        if by_slot[first : first + most] == keys[at:]:
-            return most
-        if by_slot[first + 1 : first + _PIECE] != keys[at + 1 : at + _PIECE]:
-            return 1
-        while most - some > 1:
-            middle = (some + most) // 2
-            if by_slot[first + some : first + middle] == keys[at + some : at + middle]:
-                some = middle
-            else:
-                most = middle
-        return some
+        some, most, size = 1, len(keys) - at, _PIECE - 1
+        while some < most:
+            here = self.keys[first + some : first + some + size].tolist()
+            asked = keys[at + some : at + some + size]
+            if here != asked:
+                same = list(map(eq, here, asked))
+                return some + (same.index(False) if False in same else len(same))
+            some += len(asked)
+            size = max(2 * size, _WINDOW)
+        return most
 
     def lacks(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether none of the keys is here; ends at the first that is."""
@@ -86,14 +88,14 @@ class KeyIndex:
 
     def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
         """The keys of slots that all have one."""
-        keys = list(map(self.keys.__getitem__, slots))
+        keys: list[OffloadKey] = list(map(self.keys.__getitem__, slots))
         if _NO_KEY in keys:
             raise InternalError("residency: a slot without a key was asked for its key")
         return keys
 
     def has(self, slots: I64, keys: Sequence[OffloadKey]) -> bool:
         """Whether these are still the slots of these keys, a list; much cheaper than finding them."""
-        return list(map(self.keys.__getitem__, slots.tolist())) == keys
+        return bool(self.keys[slots].tolist() == keys)
 
     def demand_new(self, keys: Sequence[OffloadKey]) -> None:
         """Raises unless `keys` are distinct and none is here."""
@@ -103,21 +105,21 @@ class KeyIndex:
             raise InternalError("residency: a key was reserved twice in one call")
 
     def enter(self, keys: Sequence[OffloadKey], slots: I64, rows: int) -> None:
-        """Adds new keys; `rows` is the number of slots that exist now."""
+        """Adds new keys; `rows`: so many slots there is room for now."""
         if len(self.keys) < rows:
-            self.keys.extend(repeat(_NO_KEY, rows - len(self.keys)))
+            longer: npt.NDArray[np.object_] = np.full(rows, _NO_KEY, object)
+            longer[: len(self.keys)] = self.keys
+            self.keys = longer
         self.version += 1
-        numbers = slots.tolist()
-        self.slots.update(zip(keys, numbers, strict=True))
-        deque(map(self.keys.__setitem__, numbers, keys), maxlen=0)
+        self.slots.update(zip(keys, slots.tolist(), strict=True))
+        self.keys[slots] = np.array(keys, object)
 
-    def forget(self, slots: Sequence[int]) -> list[OffloadKey]:
+    def forget(self, slots: I64) -> list[OffloadKey]:
         """Takes out the keys of slots and returns them."""
         self.version += 1
-        by_slot = self.keys
-        keys = list(map(by_slot.__getitem__, slots))
+        keys: list[OffloadKey] = self.keys[slots].tolist()
         deque(map(self.slots.__delitem__, keys), maxlen=0)
-        deque(map(by_slot.__setitem__, slots, repeat(_NO_KEY)), maxlen=0)
+        self.keys[slots] = _NO_KEY
         self._forgotten += len(keys)
         if self._forgotten > _REBUILD_FROM and 2 * self._forgotten > len(self.slots):
             self.slots = dict(self.slots)

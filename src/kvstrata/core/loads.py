@@ -54,7 +54,7 @@ class Loads:
         job = self._accept(request, slots, keys)
         if ready and tokens == request.hit:  # all that it holds is loaded: its pins become the job's
             self._core.residency.hand_over(slots)
-            request.loaded, request.slots = request.slots, []
+            request.moved, request.slots = request.slots, []
             self._core.room = True
         else:
             self._core.residency.pin(slots)

@@ -339,8 +339,8 @@ class TieringOffloadingManager:
     def _touch_chain(self, request: Request) -> None:
         """What a finished request leaves in primary becomes the newest, its tails before its heads to go."""
         residency = self._core.residency
-        loaded = request.loaded or [NO_SLOTS] * len(request.keys)
-        for keys, known in zip(request.keys, loaded, strict=True):
+        moved = request.moved or [NO_SLOTS] * len(request.keys)
+        for keys, known in zip(request.keys, moved, strict=True):
             if len(known) == len(keys) and residency.index.has(known, keys):
                 residency.touch(known, used=False)
                 continue

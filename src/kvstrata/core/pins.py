@@ -34,10 +34,20 @@ class Pins:
         if len(slots):
             self._pin(slots, distinct(slots))
 
-    def unpin(self, slots: I64) -> None:
-        """Gives back references; below zero, or below what is held, is an error that changes nothing."""
+    def pin_ready(self, slots: I64) -> None:
+        """`pin` for slots that are known to be ready and distinct: neither is looked at again."""
+        fresh = _add(self._table.pins, slots, True)
+        if len(fresh):
+            self.pinned_bytes += self._table.bytes_of(fresh)
+            self._tightened(fresh)
+
+    def unpin(self, slots: I64, once: bool = False) -> None:
+        """Gives back references; below zero, or below what is held, is an error that changes nothing.
+
+        `once`: no slot is named twice.
+        """
         if len(slots):
-            self._unpin(slots, distinct(slots))
+            self._unpin(slots, once or distinct(slots))
 
     def hold(self, slots: I64) -> None:
         """Pins that a waiting request owns."""
@@ -113,9 +123,14 @@ def _add(column: I32, slots: I64, once: bool) -> I64:
 def _subtract(column: I32, slots: I64, least: I32 | None, once: bool, what: str) -> I64:
     """Takes one away per mention, not below `least`; returns the distinct slots that are at zero now."""
     before = column[slots]
-    if once and any_of(before == 1) == len(slots) and (least is None or not any_of(least[slots])):
-        column[slots] = 0
-        return slots
+    if once and (least is None or not any_of(least[slots])):  # nothing is held: zero is the bound
+        lone = any_of(before == 1)
+        if lone == len(slots):
+            column[slots] = 0
+            return slots
+        if not lone and any_of(before > 1) == len(slots):
+            column[slots] = before - 1
+            return slots[:0]
     if once:
         after = before - 1
     else:

@@ -95,8 +95,8 @@ class Request:
     """Per group, for the chunks of `ranges`: the slots held; empty while nothing is held."""
     key_slots: dict[int, None] = field(default_factory=dict)
     """Slots held through the per-key door."""
-    loaded: list[I64] = field(default_factory=list)
-    """Per group, the slots that its last load read, if that was its whole plan; they may be others' by now."""
+    moved: list[I64] = field(default_factory=list)
+    """Per group, the slots of its last load or store, if that was all of it; they may be others' by now."""
     pending: int = 0
     """How many of the held slots have not landed yet."""
     cause: AnswerCause = AnswerCause.WAITING

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstrata.core.arrays import all_are, any_of, count_of, distinct
+from kvstrata.core.arrays import all_are, any_of, ascending, distinct
 from kvstrata.core.index import KeyIndex
 from kvstrata.core.pages import Geometry, make_geometry
 from kvstrata.core.pins import Pins
@@ -249,7 +249,7 @@ class Residency:
         table.job[slots] = 0
         table.tag[slots] = 0
         self.reserved_bytes += table.bytes_of(slots)
-        self.index.enter(keys, slots, table.rows)
+        self.index.enter(keys, slots, len(table.state))
 
     # Life of a slot.
 
@@ -283,7 +283,7 @@ class Residency:
         numbers = _array(slots)
         self._demand(numbers, "release", (RESERVED,), pins=False)
         self.reserved_bytes -= self.table.bytes_of(numbers)
-        self.index.forget(numbers.tolist())
+        self.index.forget(numbers)
         self.table.unstick(numbers)
         self.table.vacate(numbers)
 
@@ -308,7 +308,7 @@ class Residency:
         self.resident_bytes -= was_ready
         self.reserved_bytes -= size - was_ready
         self.quarantined_bytes += size
-        self.index.forget(numbers.tolist())
+        self.index.forget(numbers)
         pinned = table.pins[ready] > 0
         self.pinned_ready_bytes -= table.bytes_of(ready[pinned])
         table.stick(ready[~pinned])
@@ -325,14 +325,17 @@ class Residency:
     def _demand(self, slots: I64, verb: str, states: Sequence[np.int8], pins: bool = True) -> None:
         """The slots are distinct, in one of `states`, and without pins unless these are allowed."""
         found = self.table.state[slots]
-        if sum(count_of(found, state) for state in states) != len(slots) or any_of(slots < 0):
+        left, plain = len(slots), ascending(slots)
+        for state in states:
+            left -= found.tobytes().count(state)
+        if left or (not plain and any_of(slots < 0)):
             fits = np.isin(found, states) & (slots >= 0)
             bad = int(np.flatnonzero(~fits)[0])
             raise InternalError(f"residency: cannot {verb} slot {slots[bad]}, which is {SlotState(found[bad]).name}")
         if not pins and any_of(self.table.pins[slots]):
             bad = int(np.flatnonzero(self.table.pins[slots])[0])
             raise InternalError(f"residency: cannot {verb} slot {slots[bad]}, which is pinned")
-        if len(slots) > 1 and not distinct(slots):
+        if not plain and not distinct(slots):
             raise InternalError(f"residency: cannot {verb} one slot twice in one call")
 
     def _drop(self, kind: int, slots: I64) -> None:
@@ -342,7 +345,7 @@ class Residency:
         self.table.hidden[slots] = False
         self.resident_bytes -= self.table.bytes_of(slots)
         self._evicted += len(numbers)
-        keys = self.index.forget(numbers)
+        keys = self.index.forget(slots)
         self.on_evict(slots, keys)
         self._evicted_now += keys
 
@@ -367,9 +370,16 @@ class Residency:
         """One reference more on each slot, reserved or ready; a slot may be named several times."""
         self._pins.pin(_array(slots))
 
-    def unpin(self, slots: Slots) -> None:
-        """Gives back references; below zero, or below what is held, is an error that changes nothing."""
-        self._pins.unpin(_array(slots))
+    def pin_ready(self, slots: I64) -> None:
+        """`pin` for slots that the caller knows to be READY, and distinct."""
+        self._pins.pin_ready(slots)
+
+    def unpin(self, slots: Slots, *, once: bool = False) -> None:
+        """Gives back references; below zero, or below what is held, is an error that changes nothing.
+
+        `once`: the caller knows that no slot is named twice.
+        """
+        self._pins.unpin(_array(slots), once)
 
     def hold(self, slots: Slots) -> None:
         """A pin that a waiting request owns: pins and holds both move."""
@@ -472,6 +482,9 @@ class Residency:
                 yield kind, part
 
     def _by_group(self, slots: I64) -> Iterator[tuple[int, I64]]:
+        if len(self._lengths) == 1:
+            yield 0, slots
+            return
         groups = self.table.group[slots]
         first = int(groups[0])
         if not any_of(groups != groups[0]):

@@ -169,10 +169,13 @@ class CoreState:
         """Payload bytes of these slots."""
         return self.residency.table.bytes_of(slots)
 
-    def unpin(self, slots: I64) -> None:
-        """A job lets go of slots; one that a reset put into quarantine is returned when its last pin is gone."""
+    def unpin(self, slots: I64, *, once: bool = False) -> None:
+        """A job lets go of slots; one that a reset put into quarantine is returned when its last pin is gone.
+
+        `once`: no slot is named twice.
+        """
         residency = self.residency
-        residency.unpin(slots)
+        residency.unpin(slots, once=once)
         states = residency.state[slots]
         if count_of(states, QUARANTINED):
             free = slots[(states == QUARANTINED) & (residency.pins[slots] == 0)]

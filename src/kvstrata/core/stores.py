@@ -113,16 +113,23 @@ class Stores:
         core.counters.stored += len(job.slots)
         core.counters.stored_bytes += core.byte_size(job.slots)
         request = core.requests.get(job.request_id)
-        groups = core.residency.group[job.slots]
-        for group in sorted(set(groups.tolist())):
-            chain = job.slots[groups == group]
+        for group, chain in self._chains(job.slots):
             anchor = -1 if request is None else self._anchor(request, group)
             self._promotions.publish(chain, anchor)
             if request is not None:
                 request.anchors[group] = core.residency.key_of(int(chain[-1])) or b""
-        self._cascades.offer(job.keys, digests, job.store_tiers)
+        if request is not None and len(request.keys) == 1:
+            request.moved = [job.slots]
+        self._cascades.offer(job.keys, job.slots, digests, job.store_tiers)
         for key, admit in job.claims:
             self._cascades.claim([key], admit)
+
+    def _chains(self, slots: I64) -> list[tuple[int, I64]]:
+        """The slots of each group."""
+        if len(self._core.layout.groups) == 1:
+            return [(0, slots)]
+        groups = self._core.residency.group[slots]
+        return [(group, slots[groups == group]) for group in sorted(set(groups.tolist()))]
 
     def _anchor(self, request: Request, group: int) -> int:
         """The slot of the last chunk stored for this request, if it is still there: the chain goes on behind it."""
