@@ -1,1 +1,1 @@
-"""What tiers that keep one record per chunk share: the record, the index, jobs, tasks, claims of parts."""
+"""What tiers that keep one record per chunk share: record, index, jobs, tasks, claims, and the frame of a tier."""
