@@ -13,7 +13,7 @@ import signal
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from types import FrameType
@@ -94,16 +94,26 @@ def run_seeds(seeds: Iterable[int]) -> Sums:
     return sums
 
 
+def _until_told() -> None:
+    """A worker leaves the answer to an interrupt to who has started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _too_long(_: int, frame: FrameType | None) -> None:
     where = "".join(traceback.format_stack(frame, 12))
     raise AssertionError(f"{HANGS} {MOST_CPU_S} s of work, in\n{where}")
 
 
 def soak(first: int, count: int, jobs: int = 1, minutes: float = 0.0) -> Sums:
-    """Run `count` seeds from `first` on, in so many processes; no more are begun after `minutes`, if that is not 0."""
+    """Run `count` seeds from `first` on, in so many processes; no more are begun after `minutes`, if that is not 0.
+
+    An interrupt ends it with what is done so far.
+    """
     blocks = [range(at, min(at + BLOCK, first + count)) for at in range(first, first + count, BLOCK)]
     sums, end = Sums(), os.times().elapsed + 60 * minutes
-    with multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else nullcontext() as pool:
+    context = multiprocessing.get_context("fork")
+    with suppress(KeyboardInterrupt), context.Pool(jobs, _until_told) if jobs > 1 else nullcontext() as pool:
         while blocks and not (minutes and os.times().elapsed > end):
             batch, blocks = blocks[: 4 * jobs], blocks[4 * jobs :]
             for part in pool.imap_unordered(run_seeds, batch) if pool is not None else map(run_seeds, batch):
@@ -130,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no more seeds after this")
     parser.add_argument("--table", action="store_true", help="print what struck how often")
     chosen = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     sums = soak(chosen.first, chosen.seeds, chosen.jobs, chosen.minutes)
     short = [seed for seed, text in sorted(sums.failures) if HANGS not in text]  # many runs that hang take for ever
     for seed in short[:MOST_SHOWN]:

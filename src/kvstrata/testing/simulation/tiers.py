@@ -30,7 +30,7 @@ from kvstrata.types import (
 LOAD_FAULTS = (
     "late", "lost", "partial", "corrupt", "failed", "vanished", "stall", "cancelled", "duplicate", "scribble",
     "corrupt", "vanished", "scribble", "corrupt", "vanished", "scribble", "corrupt", "vanished", "vanished",
-    "scribble",
+    "scribble", "corrupt", "corrupt", "vanished",
 )  # fmt: skip
 """The last ones again: they can strike nothing but loads."""
 STORE_FAULTS = ("late", "lost", "partial", "full", "failed", "stall", "cancelled", "duplicate")
