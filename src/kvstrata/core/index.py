@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
-from operator import eq
 
 import numpy as np
 import numpy.typing as npt
@@ -68,15 +67,21 @@ class KeyIndex:
 
     def _piece(self, first: int, keys: Sequence[OffloadKey], at: int) -> int:
         """How many keys from `at` on lie in neighbouring slots from `first` on, where the first one does."""
-        some, most, size = 1, len(keys) - at, _PIECE - 1
+        some, most, size = 1, len(keys) - at, _WINDOW
         while some < most:
             here = self.keys[first + some : first + some + size].tolist()
             asked = keys[at + some : at + some + size]
             if here != asked:
-                same = list(map(eq, here, asked))
-                return some + (same.index(False) if False in same else len(same))
+                same, other = 0, len(asked)  # up to the one they are the same, up to the other they are not
+                while other - same > 1:
+                    middle = (same + other) // 2
+                    if here[same:middle] == asked[same:middle]:
+                        same = middle
+                    else:
+                        other = middle
+                return some + same
             some += len(asked)
-            size = max(2 * size, _WINDOW)
+            size *= 2
         return most
 
     def lacks(self, keys: Sequence[OffloadKey]) -> bool:
