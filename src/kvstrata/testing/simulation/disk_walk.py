@@ -291,8 +291,37 @@ def damage(disk: SimDisk, rng: np.random.Generator) -> None:
                     data[int(rng.integers(len(data)))] ^= 0xFF
 
 
+def removals_outlive_what_they_remove() -> None:
+    """A golden: segments are reclaimed oldest first, so that a removal goes later than what it removes."""
+    disk = SimDisk()
+
+    def life(seed: int) -> TierHarness:
+        tier = DiskTier(
+            path=PATH, limit=LIMIT, segment_bytes=SEGMENT, checkpoint_segments=1000, files=SimFiles(disk, seed),
+            largest_chunk=1,
+        )  # fmt: skip
+        return TierHarness(tier, chunk_bytes=max(SIZES), slots=16).open()
+
+    rig, keys = life(1), chunk_keys(60)
+    at = 0
+    while not rig.removed:
+        rig.store(keys[at : at + 1])
+        at += 1
+    victim = rig.present(keys[:at])[0]
+    rig.tier.remove([victim])
+    demand(rig.flush(), "a flush fails on a device that is well")
+    for key in keys[at : at + 8]:
+        rig.store([key])
+    files = rig.tier._files  # type: ignore[attr-defined]
+    assert isinstance(files, SimFiles)
+    files.kill()
+    demand(not life(2).present([victim]), "a chunk that was removed for good is back")
+
+
 def disk_walk(seed: int) -> None:
     """Some lives of one directory, all decided by the seed."""
+    if seed % 10 == 0:
+        removals_outlive_what_they_remove()
     rng = np.random.default_rng([77, seed])
     disk, model = SimDisk(), _Model()
     for number in range(LIVES):

@@ -24,6 +24,8 @@ def golden_scenes() -> None:
     """All of them."""
     purge_waits()
     one_trial_beside_an_overdue_load()
+    a_trial_fits_under_the_share()
+    silence_to_the_instant()
     reserve_is_kept()
     given_back_blocks_are_copied_first()
 
@@ -62,6 +64,42 @@ def one_trial_beside_an_overdue_load() -> None:
     demand(bool(tier.loads), "a tier whose breaker has had its time is not tried")
     for job in tier.loads:
         demand(len(job.job.keys) == 1, "a tier with an overdue load gets more than one chunk")
+
+
+def a_trial_fits_under_the_share() -> None:
+    """A trial waits while a load that is under way takes the whole share of its tier."""
+    tier = ScriptedTier()
+    config = CoreConfig(
+        capacity_bytes=16 * SIZE,
+        promotion_share=1.0,
+        store_reserve=0.0,
+        inflight_share=1 / 16,
+        stall_s=50.0,
+        total_s=50.0,
+    )
+    stack = CoreStack(LAYOUT, [tier], config=config)
+    for name in ("a", "b"):
+        tier.put(stack.add(name, 4)[0], length=SIZE)
+    stack.poll("a", 0, 4)
+    stack.core._core.tiers[0].reads.failure(stack.clock.monotonic(), at_once=True)
+    stack.wait(1.0)
+    stack.poll("b", 0, 4)
+    demand(len(tier.loads) == 1, f"{len(tier.loads)} loads are out, the share has room for one")
+
+
+def silence_to_the_instant() -> None:
+    """A request that has been silent for exactly as long as it may be is let go, whatever the rounding of its times."""
+    last, silence = 1021.66, 30.0
+    tier = ScriptedTier()
+    config = CoreConfig(
+        capacity_bytes=16 * SIZE, stall_s=100.0, total_s=100.0, silence_s=silence, job_idle_s=200.0, job_total_s=200.0
+    )
+    stack = CoreStack(LAYOUT, [tier], config=config)
+    tier.put(stack.add("a", 4)[0], length=SIZE)
+    stack.core.advance(last)
+    stack.poll("a", 0, 4)
+    stack.core.advance(last + silence)
+    demand(stack.core.statistics().counters.silences == 1, "a request that is silent for as long as it may be is kept")
 
 
 def reserve_is_kept() -> None:
