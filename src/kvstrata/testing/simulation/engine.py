@@ -46,6 +46,8 @@ class SimRequest:
     failed: bool = False
     told: bool = False
     """It has been answered since it was last let in."""
+    shut_out: bool = False
+    """There were too few blocks to let it in when that was tried last."""
     stale: bool = False
     """The engine flushed its cache while the load was under way: what comes is not used."""
 
@@ -314,7 +316,8 @@ class SimEngine:
                     if not request.told or self.choices.below(3) == 2:
                         request.told = self._ask(request) is not None
                     continue
-                if blocked or not self._admit(request):
+                request.shut_out = blocked or not self._admit(request)
+                if request.shut_out:
                     blocked = True  # nobody behind it is let in; those that were loaded go on
                     continue
                 if request.state == "loading" or not any(request.tables):
@@ -336,13 +339,11 @@ class SimEngine:
             budget -= tokens
 
     def _make_way(self, asking: SimRequest) -> bool:
-        """Of those that were loaded and wait, the youngest gives its blocks back; it is asked about again.
-
-        Never an older one than who asks, nor that one itself unless somebody older waits to be let in: else two that
-        do not fit side by side would give way to each other for ever.
-        """
+        """The youngest of those that were loaded and wait gives its blocks back; it is asked about again."""
+        # Never an older one than who asks, nor that one itself unless somebody older waits to be let in: else two that
+        # do not fit side by side would give way to each other for ever.
         at = self.waiting.index(asking) if asking in self.waiting else 0
-        shut_out = any(request.state == "waiting" and not any(request.tables) for request in self.waiting[:at])
+        shut_out = any(request.state == "waiting" and request.shut_out for request in self.waiting[:at])
         for request in reversed(self.waiting):
             if request is asking and not shut_out:
                 return False
