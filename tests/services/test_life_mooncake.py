@@ -150,7 +150,8 @@ def test_mooncake_master_that_answers_slowly_opens_the_breaker(mooncake_server: 
         def be_slow() -> None:
             while not well.is_set:
                 mooncake_server.freeze()
-                well.wait(3.0)
+                # Longer than as many late requests take as open the breaker: one in time would begin the row anew.
+                well.wait(10.0)
                 mooncake_server.thaw()
                 time.sleep(0.02)
 
