@@ -57,7 +57,6 @@ class Footprint:
     threads: int
     descriptors: int
     shared_files: int
-    """By their name; those of other programs come and go."""
     children: int
     mappings: int
     """Of regions that others can map."""
@@ -70,7 +69,7 @@ def footprint() -> Footprint:
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):
             children += len(Path(f"/proc/self/task/{thread}/children").read_text(encoding="ascii").split())
-    shared = [name for name in os.listdir("/dev/shm") if "kvstrata" in name] if os.path.isdir("/dev/shm") else []
+    shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").count("memfd:kvstrata")
     return Footprint(threads, len(os.listdir("/proc/self/fd")), len(shared), children, maps)
 
