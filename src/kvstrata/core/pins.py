@@ -34,9 +34,9 @@ class Pins:
         if len(slots):
             self._pin(slots, distinct(slots))
 
-    def pin_ready(self, slots: I64) -> None:
-        """`pin` for slots that are known to be ready and distinct: neither is looked at again."""
-        fresh = _add(self._table.pins, slots, True)
+    def pin_ready(self, slots: I64, once: bool = True) -> None:
+        """`pin` for slots that are known to be ready, and whether they are distinct: neither is looked at again."""
+        fresh = _add(self._table.pins, slots, once)
         if len(fresh):
             self.pinned_bytes += self._table.bytes_of(fresh)
             self._tightened(fresh)
@@ -59,10 +59,7 @@ class Pins:
     def hold_ready(self, slots: I64) -> None:
         """`hold` for slots that are known to be ready: their states are not looked at again."""
         once = distinct(slots)
-        fresh = _add(self._table.pins, slots, once)
-        if len(fresh):
-            self.pinned_bytes += self._table.bytes_of(fresh)
-            self._tightened(fresh)
+        self.pin_ready(slots, once)
         self.held_bytes += self._table.bytes_of(_add(self._table.holds, slots, once))
 
     def unhold(self, slots: I64) -> None:
