@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -17,12 +17,14 @@ import pytest
 
 from kvstrata.bench.resolve import Engine, Prepared
 from kvstrata.bench.steady import SteadyMix
+from kvstrata.bench.tiers import IndexTier
 from kvstrata.bench.workloads import Workload
 from kvstrata.core.grants import Grants
 from kvstrata.core.index import KeyIndex
 from kvstrata.core.manager import TieringOffloadingManager
 from kvstrata.core.messages import Answer
 from kvstrata.core.residency import Residency
+from kvstrata.types import OffloadKey
 
 BATCH = 64
 
@@ -143,6 +145,22 @@ def test_a_first_resolve_makes_no_call_per_key() -> None:
 
 def test_a_first_resolve_is_cheap_also_for_few_keys() -> None:
     assert resolve_calls(2048) <= 1000
+
+
+@pytest.mark.parametrize("layout", ["sliding", "mla-windows", "recurrent"])
+def test_a_tier_is_asked_once_for_the_chunks_of_all_small_windows(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(Prepared(Workload(layout, "all", 1, 8192)), sync_probe=True)
+    asked: list[int] = []
+    probe = IndexTier.probe
+
+    def counted(self: IndexTier, keys: Sequence[OffloadKey]) -> Any:
+        asked.append(len(keys))
+        return probe(self, keys)
+
+    monkeypatch.setattr(IndexTier, "probe", counted)
+    engine.step_waiting()
+    assert len(asked) == 2  # the prefix group, and what its end leaves of all the others
+    assert sum(asked) == engine.core.statistics().tiers["index"].probed
 
 
 # -- stores and loads at a full primary

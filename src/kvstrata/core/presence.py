@@ -29,6 +29,9 @@ from kvstrata.types import I8, I64, OffloadKey, Presence, ProbeDone
 STEP = 1024
 """Keys of a full-attention group that are looked at before checking for the first absent one."""
 
+TOGETHER = 128
+"""Chunks of several groups, at most so many, are looked at together: above it, one absent in a group spares others."""
+
 ABSENT, UNKNOWN, PRESENT, ASSUMED = (np.int8(value) for value in Presence)
 _NOTHING: I8 = np.zeros(0, np.int8)
 
@@ -63,6 +66,20 @@ class Gathered:
         self.presence[group] = np.zeros(chunks, np.int8)
         self.sources[group] = nowhere(chunks).copy()
         self.slots[group] = no_slots(chunks).copy()
+
+
+Span = tuple[int, int, int]
+"""A group, and the first and the end of some of its chunks."""
+
+
+class Look(NamedTuple):
+    """What is being found out: parts of groups, their keys, and columns for the answers, one row for each key."""
+
+    spans: list[Span]
+    keys: Sequence[OffloadKey]
+    presence: I8
+    sources: I8
+    slots: I64
 
 
 class AtHand(NamedTuple):
@@ -161,14 +178,15 @@ class PresenceBook:
         if boundary <= computed:
             return False
         needed = layout.needed_ranges(boundary, computed)
-        for g in groups:
-            lo, hi = needed[g]
-            if lo >= hi:
-                continue
-            if hi > len(found.presence[g]):
-                return False
-            self._look(request, g, slice(lo, hi), found)
-            if count_of(found.presence[g][lo:hi], ABSENT):
+        spans = [(g, *needed[g]) for g in groups if needed[g][0] < needed[g][1]]
+        if any(end > len(found.presence[g]) for g, _, end in spans):
+            return False
+        if sum(end - start for _, start, end in spans) <= TOGETHER:
+            self._look_together(request, spans, found)
+            return not any(count_of(found.presence[g][start:end], ABSENT) for g, start, end in spans)
+        for g, start, end in spans:
+            self._look(request, g, slice(start, end), found)
+            if count_of(found.presence[g][start:end], ABSENT):
                 return False
         return True
 
@@ -226,12 +244,32 @@ class PresenceBook:
             view[[i for i, key in enumerate(keys) if key in request.unloadable]] = Presence.ABSENT
 
     def _look(self, request: Request, group: int, part: slice, found: Gathered) -> None:
-        """Fill in one part of a group: what primary has, then the tiers, in order, for what is missing."""
-        keys = request.keys[group][part]
+        """Fill in one part of a group."""
+        span = group, part.start, part.stop
+        views = found.presence[group][part], found.sources[group][part], found.slots[group][part]
+        self._fill(request, Look([span], request.keys[group][part], *views), found)
+
+    def _look_together(self, request: Request, spans: list[Span], found: Gathered) -> None:
+        """Fill in several small parts at the cost of one: each tier is asked once. For tiers that answer at once."""
+        keys: list[OffloadKey] = []
+        for group, start, end in spans:
+            keys += request.keys[group][start:end]
+        count = len(keys)
+        look = Look(spans, keys, np.zeros(count, np.int8), nowhere(count).copy(), no_slots(count).copy())
+        self._fill(request, look, found)
+        at = 0
+        for group, start, end in spans:
+            here = slice(at, at + end - start)
+            found.presence[group][start:end] = look.presence[here]
+            found.sources[group][start:end] = look.sources[here]
+            found.slots[group][start:end] = look.slots[here]
+            at = here.stop
+
+    def _fill(self, request: Request, look: Look, found: Gathered) -> None:
+        """What primary has, then the tiers, in order, for what is missing."""
+        keys, view = look.keys, look.presence
         self._core.counters.keys_gathered += len(keys)
-        slots = self._core.residency.find(keys)
-        found.slots[group][part] = slots
-        view = found.presence[group][part]
+        slots = look.slots[:] = self._core.residency.find(keys)
         here = slots >= 0
         count = any_of(here)
         if count:
@@ -247,16 +285,13 @@ class PresenceBook:
             if not len(missing):
                 break
             if request.options.load_tiers.accepts(tier.port) and self._core.readable(tier):
-                missing = self._look_below(request, tier, group, part, missing, found)
+                missing = self._look_below(request, tier, look, missing, found)
 
-    def _look_below(
-        self, request: Request, tier: TierState, group: int, part: slice, missing: I64, found: Gathered
-    ) -> I64:
-        """Fill in what one tier says of the missing chunks of a part; returns those that it is not known to have."""
-        keys = request.keys[group][part]
-        view, source_view = found.presence[group][part], found.sources[group][part]
-        answers = self._answers(request, tier, group, part.start, keys, missing)
-        self._core.verdicts.mask(tier.index, keys, missing, answers, self._core.now)
+    def _look_below(self, request: Request, tier: TierState, look: Look, missing: I64, found: Gathered) -> I64:
+        """Fill in what one tier says of the missing chunks of a look; returns those that it is not known to have."""
+        view, source_view = look.presence, look.sources
+        answers = self._answers(request, tier, look, missing)
+        self._core.verdicts.mask(tier.index, look.keys, missing, answers, self._core.now)
         if count_of(answers, UNKNOWN):
             unknown = missing[answers == UNKNOWN]
             view[unknown[view[unknown] == ABSENT]] = UNKNOWN
@@ -275,34 +310,41 @@ class PresenceBook:
         source_view[present] = tier.index
         return missing[:0] if count == len(missing) else missing[~has]
 
-    def _answers(
-        self, request: Request, tier: TierState, group: int, start: int, keys: Sequence[OffloadKey], missing: I64
-    ) -> I8:
-        """What one tier says of `keys[missing]`: asked on the spot, or what its probes have said so far."""
+    def _answers(self, request: Request, tier: TierState, look: Look, missing: I64) -> I8:
+        """What one tier says of the missing keys: asked on the spot, or what its probes have said so far."""
         if not tier.port.capabilities.sync_probe:
+            ((group, start, _),) = look.spans
             kept = self._kept(request, tier, group)[start:]
             if self._assumes(request, tier, group):
                 kept = galloping.inferred(kept)
             kept = kept[missing]
             return np.where(kept < 0, Presence.UNKNOWN, kept).astype(np.int8)
-        wanted = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
+        wanted = look.keys if len(missing) == len(look.keys) else [look.keys[i] for i in missing.tolist()]
         answers = tier.port.probe(wanted)
-        self._count(request, tier, group, start + missing)
+        self._count(request, tier, look.spans, missing)
         if isinstance(answers, int) or len(answers) != len(missing):
             return np.zeros(len(missing), np.int8)
         return answers.copy()
 
-    def _count(self, request: Request, tier: TierState, group: int, index: I64) -> None:
+    def _count(self, request: Request, tier: TierState, spans: list[Span], missing: I64) -> None:
         """Count each (request, key, tier) once."""
         by_group = request.asked.get(tier.index)
         if by_group is None:
             by_group = request.asked[tier.index] = [bytearray() for _ in request.keys]
-        marks = by_group[group]
-        if len(marks) < len(request.keys[group]):
-            marks.extend(bytes(len(request.keys[group]) - len(marks)))
-        asked = np.frombuffer(marks, np.int8)
-        tier.counters.probed += len(index) - int(any_of(asked[index]))
-        asked[index] = 1
+        at, every = 0, len(missing) == sum(end - start for _, start, end in spans)
+        for group, start, end in spans:
+            marks = by_group[group]
+            if len(marks) < len(request.keys[group]):
+                marks.extend(bytes(len(request.keys[group]) - len(marks)))
+            if every:
+                tier.counters.probed += marks.count(0, start, end)
+                marks[start:end] = b"\1" * (end - start)
+                continue
+            asked = np.frombuffer(marks, np.int8)
+            index = missing[(missing >= at) & (missing < at + end - start)] + (start - at)
+            tier.counters.probed += len(index) - int(any_of(asked[index]))
+            asked[index] = 1
+            at += end - start
 
     def _kept(self, request: Request, tier: TierState, group: int) -> I8:
         """The request's answers of an asynchronous tier for one group, grown to the keys it has now."""

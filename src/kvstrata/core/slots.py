@@ -297,7 +297,8 @@ class SlotTable:
         for name, kind in columns.items():
             old = getattr(self, name)
             column: npt.NDArray[np.generic] = np.zeros(room, dtype=kind)
-            column[: len(old)] = old
+            if len(old):
+                column[: len(old)] = old
             setattr(self, name, column)
 
 
