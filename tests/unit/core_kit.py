@@ -13,7 +13,7 @@ from kvstrata.layout.groups import Group, Layout
 from kvstrata.layout.kinds import FullAttention, RecurrentState, SlidingWindow
 from kvstrata.testing import ScriptedTier
 from kvstrata.testing.stack import CoreStack
-from kvstrata.types import Capabilities, JobKind, OffloadKey
+from kvstrata.types import Capabilities, JobKind, LookupResult, OffloadKey
 
 TPC = 16
 SIZE = 64
@@ -183,3 +183,43 @@ def go_idle(stack: CoreStack) -> None:
     stack.core.close_account()
     classes = counters.consumed + counters.not_taken + counters.cancelled + counters.expired + counters.failed
     assert counters.promoted == classes
+
+
+# the per-key door
+
+MISS, HIT, PENDING, RETRY = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY
+
+
+def look(stack: CoreStack, name: str, keys: list[OffloadKey]) -> list[LookupResult]:
+    """All answers of one step; the step does not end."""
+    return [stack.lookup(key, context(name)) for key in keys]
+
+
+def step(stack: CoreStack, name: str, keys: list[OffloadKey]) -> list[LookupResult]:
+    """One scheduler step of one request."""
+    stack.pump()
+    answers = look(stack, name, keys)
+    stack.end_step()
+    return answers
+
+
+def held_by(tier: ScriptedTier, stack: CoreStack, seed: str, chunks: int) -> list[OffloadKey]:
+    """Keys of a prompt that the tier has."""
+    keys = stack.keys(seed, chunks * TPC)
+    hold(stack, tier, keys)
+    return flat(keys)
+
+
+def window_scan(stack: CoreStack, name: str, keys: list[OffloadKey], window: int) -> tuple[int, bool]:
+    """An engine's scan from the right: (end of the found window or 0, whether it has to wait)."""
+    streak, pending, deferred = 0, False, False
+    for i in range(len(keys) - 1, -1, -1):
+        answer = stack.lookup(keys[i], context(name))
+        if answer in (HIT, PENDING):
+            streak, pending = streak + 1, pending or answer is PENDING
+            if streak == window:
+                return i + window, deferred or pending
+        else:
+            deferred |= answer is RETRY
+            streak, pending = 0, False
+    return 0, deferred
