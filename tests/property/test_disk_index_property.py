@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kvstrata.testing.tier_harness import chunk_keys
 from kvstrata.tiers.disk.index import Index, words_of
-from kvstrata.tiers.disk.planning import packed_place, plan_batches, plan_units
+from kvstrata.tiers.disk.planning import even_parts, packed_place, plan_batches, plan_units
+from kvstrata.tiers.disk.tasks import ReadEven
 from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
 
 KEYS = chunk_keys(120)
@@ -81,3 +82,35 @@ def test_units_hold_every_record_once_and_only_neighbours(rows: list[tuple[int, 
         for before, after in zip(plan.picks, plan.picks[1:], strict=False):
             gap = int(places[after] - places[before] - lengths[before])
             assert gap == 0 if plan.straight else 0 <= gap < 512
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), min_size=1, max_size=60),
+    st.booleans(),
+    st.sampled_from([4096, 262_144, 3 * UNIT_BYTES]),
+    st.integers(1, 20),
+)
+def test_even_loads_hold_every_record_once_in_order_and_only_of_one_segment(
+    rows: list[tuple[int, int]], ordered: bool, size: int, most: int
+) -> None:
+    if ordered:
+        rows = sorted(rows)
+    homes, places = [row[0] for row in rows], [4096 + row[1] * size for row in rows]
+    parts = even_parts(homes, places, most)
+    if parts is None:
+        assert not ordered
+        return
+    assert [at for begin, end in parts for at in range(begin, end)] == list(range(len(rows)))
+    for begin, end in parts:
+        assert end - begin <= most
+        assert len(set(homes[begin:end])) == 1
+        task = ReadEven(9, 0, size, places[begin:end], list(range(begin, end)), bytes(range(16)) * (end - begin), True)
+        units = task.units(UNIT_BYTES)
+        assert [unit.first + index for unit in units for index in range(len(unit.places))] == list(range(end - begin))
+        assert [at for unit in units for at in unit.places] == task.places
+        assert [at for unit in units for at in unit.memory] == task.memory
+        assert b"".join(unit.digests for unit in units) == task.digests
+        for unit in units:
+            assert sum(unit.lengths) <= UNIT_BYTES or len(unit.places) == 1
+            assert unit.places == list(range(unit.places[0], unit.places[0] + size * len(unit.places), size))

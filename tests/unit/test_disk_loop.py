@@ -17,7 +17,7 @@ from kvstrata.tiers.disk.format import BatchKind, payload_digest
 from kvstrata.tiers.disk.io import SystemFiles, aligned_buffer, memory_of
 from kvstrata.tiers.disk.kernel_queue import KernelQueue, open_kernel_queue
 from kvstrata.tiers.disk.loop import IoLoop
-from kvstrata.tiers.disk.tasks import Done, Prepare, ReadUnit, Sync, Task, WriteBatch
+from kvstrata.tiers.disk.tasks import Done, Prepare, ReadEven, ReadUnit, Sync, Task, WriteBatch
 from kvstrata.tiers.disk.work import Workshop, segment_name
 from kvstrata.types import FailCause
 
@@ -260,6 +260,62 @@ def test_one_bad_sector_fails_only_its_record() -> None:
     rig.queue.end(result=-errno.EIO)
     rig.finish()
     assert [(done.task_id, done.cause, done.failed) for done in rig.answers] == [(9, "", [(0, FailCause.IO_ERROR)])]
+
+
+def even(rig: Rig, number: int, *batches: int) -> ReadEven:
+    """A load of all four quarters of each of these batches."""
+    size = MIB // 4 - 1024
+    numbers = [(batch, quarter) for batch in batches for quarter in range(4)]
+    sources = [batch * MIB + quarter * size for batch, quarter in numbers]
+    digests = b"".join(payload_digest(rig.region[at : at + size]) for at in sources)
+    return ReadEven(number, 0, size, [8192 + at for at in sources], [SIZE + at for at in sources], digests, True)
+
+
+def test_a_load_of_many_is_read_in_units_and_answered_once() -> None:
+    rig = Rig(width=2)
+    rig.store(0, 1, 3)
+    rig.loop.push(even(rig, 7, 0, 1, 3))
+    rig.turn()
+    assert rig.kinds() == [False, False]
+    rig.finish()
+    assert [(done.task_id, done.cause, done.failed) for done in rig.answers] == [(7, "", [])]
+    for number in (0, 1, 3):
+        part = slice(number * MIB, (number + 1) * MIB - 4096)
+        assert rig.region[SIZE:][part] == rig.region[:SIZE][part]
+    assert not rig.loop.busy
+    assert not rig.loop._cuts
+
+
+def test_what_fails_in_a_load_of_many_is_named_by_its_place_in_it() -> None:
+    rig = Rig()
+    rig.store(0, 1, 3)
+    task = even(rig, 7, 0, 1, 3)
+    digests = bytearray(task.digests)
+    digests[16 * 6] ^= 1
+    rig.loop.push(msgspec.structs.replace(task, digests=bytes(digests)))
+    rig.turn()
+    rig.queue.end(2, result=-errno.EIO)  # the last unit; then its records one by one
+    rig.turn()
+    rig.queue.end(2, result=-errno.EIO)
+    rig.finish()
+    (done,) = rig.answers
+    assert sorted(done.failed) == [(6, FailCause.CORRUPT), (8, FailCause.IO_ERROR)]
+    assert rig.loop._workshop.run(task) == Done(7)  # the same task, run as one
+
+
+def test_what_has_not_begun_of_a_load_of_many_can_be_forgotten() -> None:
+    rig = Rig(width=1)
+    rig.store(0, 1, 2, 3)
+    rig.loop.push(even(rig, 7, 0, 1, 2, 3))
+    rig.loop.push(rig.read(8))
+    rig.loop.turn()
+    rig.loop.forget([7])
+    assert not rig.answers  # a call still fills slots of it
+    rig.finish()
+    assert [(done.task_id, done.cause) for done in rig.answers] == [(7, FailCause.CANCELLED), (8, "")]
+    assert not rig.loop.busy
+    assert not rig.loop._cuts
+    assert not rig.loop._forgotten
 
 
 def test_a_file_that_ends_early_is_the_wrong_size_of_what_lies_behind() -> None:

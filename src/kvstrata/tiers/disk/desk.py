@@ -26,6 +26,9 @@ _FRESH_MOST = 1024
 class Workers(Protocol):
     """Who runs tasks: threads of this process (`lanes.LocalWorkers`) or another process (`process.ProcessWorkers`)."""
 
+    load_bytes: int
+    """Most bytes of one load."""
+
     def push(self, task: Task) -> None:
         """Queue one task; `start` hands the queued ones over."""
         ...

@@ -86,9 +86,9 @@ class ReadOp:
     """One unit of a load; `places` tell which version of each key was read."""
 
     job: Job
-    picks: list[int]
+    picks: Sequence[int]
     segment: Segment
-    places: list[int]
+    places: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)

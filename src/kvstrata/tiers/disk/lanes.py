@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 
 from kvstrata.tiers.base import Executor
-from kvstrata.tiers.disk.tasks import Done, Prepare, ReadUnit, Sync, Task
+from kvstrata.tiers.disk.tasks import Done, Load, Prepare, Sync, Task
+from kvstrata.tiers.disk.work import UNIT_BYTES
 from kvstrata.types import FailCause
 
 
@@ -52,7 +53,7 @@ class Lanes:
 
     def push(self, task: Task) -> None:
         """Queue a task; `start` must follow."""
-        if isinstance(task, ReadUnit):
+        if isinstance(task, Load):
             self._reads.append(task)
             self._shut_writes()
         elif isinstance(task, Prepare | Sync):
@@ -115,7 +116,7 @@ class Lanes:
             finally:
                 if slots is not None:
                     self._write_ended(slots, token)
-                elif isinstance(task, ReadUnit):
+                elif isinstance(task, Load):
                     self._reading.popleft()
                 self._running.popleft()
             self.start()  # what this task held back, or its token, may serve another runner now
@@ -181,6 +182,8 @@ class Lanes:
 
 class LocalWorkers:
     """The workers of one opened tier in this process: answers go to a deque that `take` empties."""
+
+    load_bytes = UNIT_BYTES
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvstrata.tiers.disk.calls import Call, CallQueue
 from kvstrata.tiers.disk.format import BLOCK, SECTOR
-from kvstrata.tiers.disk.tasks import Done, Prepare, ReadUnit, SelfTest, Sync, Task, WriteBatch
+from kvstrata.tiers.disk.tasks import Done, Load, Prepare, ReadEven, ReadUnit, SelfTest, Sync, Task, WriteBatch
 from kvstrata.tiers.disk.work import UNIT_BYTES, Steps, Workshop
 from kvstrata.types import FailCause
 
@@ -50,6 +50,25 @@ class _Flight:
     got: int = 0
     out: int = 0
     error: OSError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Cut:
+    """A load that was cut into units: how many have not ended, and what the others had to say."""
+
+    left: int
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    bad: Done | None = None
+
+    def note(self, first: int, done: Done) -> Done | None:
+        """A unit has ended; the answer of the whole if it was the last one."""
+        self.left -= 1
+        self.failed += [(first + index, cause) for index, cause in done.failed]
+        if done.cause:
+            self.bad = done
+        if self.left:
+            return None
+        return self.bad or Done(done.task_id, failed=self.failed)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +113,7 @@ class IoLoop:
         self._next_tag = 0
         self._forgotten: set[int] = set()
         self._due: deque[_Flight] = deque()  # whose call has ended
+        self._cuts: dict[int, _Cut] = {}
         self._beside: dict[int, int] = {}  # bytes of the batches that are written aside, by task
 
     @property
@@ -108,13 +128,22 @@ class IoLoop:
 
     def push(self, task: Task) -> None:
         """Queue a task; `turn` must follow."""
-        if isinstance(task, ReadUnit):
-            self._reads.waiting.append(task)
+        if isinstance(task, Load):
+            self._push_load(task)
             self._allowed, self._stored = 1, 0
         elif isinstance(task, Prepare | Sync | SelfTest):
             self._aside(task)
         else:
             self._writes.waiting.append(task)
+
+    def _push_load(self, task: Load) -> None:
+        if isinstance(task, ReadEven):
+            units = task.units(UNIT_BYTES)
+            if len(units) > 1:
+                self._cuts[task.task_id] = _Cut(len(units))
+            self._reads.waiting += units
+        else:
+            self._reads.waiting.append(task)
 
     def forget(self, task_ids: Iterable[int]) -> None:
         """Do not start these any more; each is still reported once, as cancelled."""
@@ -192,20 +221,30 @@ class IoLoop:
         if steps is None:
             task = flight.task
             if isinstance(task, ReadUnit) and self._is_right(flight, task, error):
-                self._report(Done(task.task_id), True)
+                self._ended(task, Done(task.task_id))
                 return
             steps = flight.steps = self._workshop.steps(task)
             next(steps)  # the call that was made
         try:
             flight.call = steps.send(flight.got) if error is None else steps.throw(error)
         except StopIteration as end:
-            self._report(end.value, flight.lane is self._reads)
+            self._ended(flight.task, end.value)
             return
         flight.begun = flight.got = 0
         self._open(flight)
 
     def _is_right(self, flight: _Flight, task: ReadUnit, error: OSError | None) -> bool:
         return error is None and flight.got == flight.call.size and self._workshop.is_right(task)
+
+    def _ended(self, task: Task, done: Done) -> None:
+        if isinstance(task, ReadUnit) and (cut := self._cuts.get(task.task_id)) is not None:
+            whole = cut.note(task.first, done)
+            if whole is None:
+                return
+            del self._cuts[task.task_id]
+            done = whole
+        self._forgotten.discard(done.task_id)
+        self._report(done, isinstance(task, ReadUnit))
 
     # calls that begin
 
@@ -253,14 +292,13 @@ class IoLoop:
     def _begin(self, lane: _Lane) -> bool:
         if not lane.waiting or lane.ready >= _READY_BYTES:
             return False
-        task, load = lane.waiting[0], lane is self._reads
+        task = lane.waiting[0]
         fresh = isinstance(task, WriteBatch) and task.fresh
         if fresh and (lane.open or lane.out >= self._depth):
             return False
         lane.waiting.popleft()
         if task.task_id in self._forgotten:
-            self._forgotten.discard(task.task_id)
-            self._report(Done(task.task_id, FailCause.CANCELLED), load)
+            self._ended(task, Done(task.task_id, FailCause.CANCELLED))
             return True
         if isinstance(task, WriteBatch) and fresh:
             self._beside[task.task_id] = task.span
@@ -275,7 +313,7 @@ class IoLoop:
         try:
             self._open(_Flight(task, steps, lane, next(steps)))
         except StopIteration as end:
-            self._report(end.value, load)
+            self._ended(task, end.value)
         return True
 
     def _open(self, flight: _Flight) -> None:

@@ -149,26 +149,20 @@ def plan_units(segments: I64, places: I64, lengths: I64, memory: I64) -> list[Un
     return plans
 
 
-def in_a_row(segments: list[int], places: list[int], size: int) -> list[tuple[int, int]] | None:
-    """The same as `even_units` for what lies in one row of one segment, as a job of its own batch does; else None."""
-    count, first = len(places), places[0]
-    if places != list(range(first, first + count * size, size)) or segments.count(segments[0]) != count:
-        return None
-    most = max(UNIT_BYTES // size, 1)
-    return [(at, min(at + most, count)) for at in range(0, count, most)]
-
-
-def even_units(segments: I64, places: I64, size: int) -> list[tuple[int, int]] | None:
-    """Units of straight slots of one size as ranges of the given order; None if that is not the order on disk."""
-    # Two places of different segments are never `size` apart here: both are within 32 bits of their segment.
-    order = (segments << 32) | places
-    steps = order[1:] - order[:-1]
-    breaks = np.flatnonzero(steps != size)
-    if len(breaks) and bool((steps[breaks] < 0).any()):
-        return None
-    most = max(UNIT_BYTES // size, 1)
-    starts = [0, *(breaks + 1).tolist(), len(places)]
-    return [(at, min(at + most, end)) for begin, end in itertools.pairwise(starts) for at in range(begin, end, most)]
+def even_parts(homes: list[int], places: list[int], most: int) -> list[tuple[int, int]] | None:
+    """Slots of one size as ranges of one segment each, `most` at most; None if they are not in the order on disk."""
+    borders = [0, len(homes)]
+    if homes.count(homes[0]) != len(homes):
+        borders[1:1] = [at for at in range(1, len(homes)) if homes[at] != homes[at - 1]]
+        if len(borders) - 1 > len(set(homes)):
+            return None
+    parts = []
+    for begin, end in itertools.pairwise(borders):
+        own = places[begin:end]
+        if own != sorted(own):
+            return None
+        parts += [(at, min(at + most, end)) for at in range(begin, end, most)]
+    return parts
 
 
 def _cuts(sizes: list[int], begin: int, end: int) -> list[tuple[int, int]]:

@@ -28,8 +28,8 @@ from pathlib import Path
 import msgspec
 
 from kvstrata.tiers.base import TierContext
-from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, ReadUnit, Task
-from kvstrata.tiers.disk.work import NOT_THERE
+from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, Load, Task
+from kvstrata.tiers.disk.work import NOT_THERE, UNIT_BYTES
 from kvstrata.types import FailCause
 
 WORKER_MODULE = "kvstrata.runtime.disk_worker"
@@ -42,6 +42,8 @@ _RINGS = 64
 """Rings of the bell that are taken off it at once."""
 _TOGETHER = 16
 """Most loads that are held back to go in one message."""
+_LOAD_BYTES = 16 << 20
+"""The loop over there cuts loads into calls, so they need not be small to be many."""
 _LISTEN_S = 0.25
 _LISTEN_TURNS = 64
 _GLANCE_S = 0.001
@@ -228,6 +230,7 @@ class ProcessWorkers:
     def __init__(
         self, context: TierContext, directory: int, lock: int, region_fd: int, settings: ProcessSettings
     ) -> None:
+        self.load_bytes = _LOAD_BYTES if settings.direct and settings.call_queue else UNIT_BYTES
         self._context = context
         self._spec = WorkerSpec(
             jobs=-1,
@@ -275,7 +278,7 @@ class ProcessWorkers:
             return
         self._unanswered.add(task.task_id)
         self._outgoing.append(task)
-        if isinstance(task, ReadUnit):
+        if isinstance(task, Load):
             self._reads.add(task.task_id)
         else:
             self._send_now = True

@@ -11,9 +11,9 @@ from kvstrata.tiers.disk.desk import Desk
 from kvstrata.tiers.disk.format import BLOCK, SECTOR
 from kvstrata.tiers.disk.index import words_of
 from kvstrata.tiers.disk.jobs import Job, ReadOp
-from kvstrata.tiers.disk.planning import even_size, even_units, in_a_row, plan_units
+from kvstrata.tiers.disk.planning import even_parts, even_size, plan_units
 from kvstrata.tiers.disk.segment import Segment
-from kvstrata.tiers.disk.tasks import Done, ReadUnit
+from kvstrata.tiers.disk.tasks import Done, ReadEven, ReadUnit
 from kvstrata.tiers.disk.writes import Writes
 from kvstrata.types import DIGEST_BYTES, I64, FailCause, OffloadKey
 
@@ -85,22 +85,19 @@ class Reads:
         size = even_size(job.lengths, job.offsets, desk.address)
         if not size or found.lengths.count(size) != len(found.lengths):
             return False
-        homes, numbers, digests = found.homes, found.places, found.digests
-        units = in_a_row(homes, numbers, size) or even_units(np.array(homes), np.array(numbers), size)
-        if units is None:
+        homes, places, digests = found.homes, found.places, found.digests
+        parts = even_parts(homes, places, max(desk.workers.load_bytes // size, 1))
+        if parts is None:
             return False
         index.stamp[rows] = desk.next_tick()
-        lengths, memory, verify = list(job.lengths), list(job.offsets), desk.settings.verify
-        for a, b in units:
-            segment = desk.space.segments[homes[a]]
+        memory, verify = list(job.offsets), desk.settings.verify
+        for a, b in parts:
+            segment, numbers = desk.space.segments[homes[a]], places[a:b]
             segment.readers += 1
-            op = ReadOp(state, list(range(a, b)), segment, numbers[a:b])
-            task = ReadUnit(
-                desk.new_task(op), homes[a], op.places, lengths[a:b], memory[a:b],
-                digests[a * DIGEST_BYTES : b * DIGEST_BYTES], verify, True,
-            )  # fmt: skip
-            state.tasks.add(task.task_id)
-            desk.workers.push(task)
+            task_id = desk.new_task(ReadOp(state, range(a, b), segment, numbers))
+            state.tasks.add(task_id)
+            own = digests[a * DIGEST_BYTES : b * DIGEST_BYTES]
+            desk.workers.push(ReadEven(task_id, homes[a], size, numbers, memory[a:b], own, verify))
         return True
 
     def _read(self, state: Job, picks: I64, rows: I64, lengths: I64) -> None:

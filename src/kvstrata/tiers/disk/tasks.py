@@ -6,9 +6,12 @@ Each task is answered by exactly one `Done`.
 
 from __future__ import annotations
 
+import itertools
 from typing import TypeAlias
 
 import msgspec
+
+from kvstrata.types import DIGEST_BYTES
 
 
 class WriteBatch(msgspec.Struct, array_like=True, frozen=True, tag=1):
@@ -46,6 +49,45 @@ class ReadUnit(msgspec.Struct, array_like=True, frozen=True, tag=2):
     digests: bytes
     verify: bool
     straight: bool
+    first: int = 0
+    """Index of its first key in the load that it was cut from."""
+
+
+class ReadEven(msgspec.Struct, array_like=True, frozen=True, tag=8):
+    """Read payloads of one size and of one segment that need no bounce buffer, in the order of their places.
+
+    Who runs it may cut it into units and run these at once; it has one answer in any case.
+    """
+
+    task_id: int
+    segment: int
+    size: int
+    places: list[int]
+    memory: list[int]
+    digests: bytes
+    verify: bool
+
+    def units(self, most: int) -> list[ReadUnit]:
+        """The same as units of `most` bytes, or of one payload if that is larger."""
+        size, places, count = self.size, self.places, len(self.places)
+        most = max(most // size, 1)
+        borders = [0, *[at for at in range(1, count) if places[at] - places[at - 1] != size], count]
+        return [
+            ReadUnit(
+                self.task_id,
+                self.segment,
+                places[at:end],
+                [size] * (end - at),
+                self.memory[at:end],
+                self.digests[at * DIGEST_BYTES : end * DIGEST_BYTES],
+                self.verify,
+                True,
+                at,
+            )
+            for first, last in itertools.pairwise(borders)
+            for at in range(first, last, most)
+            for end in [min(at + most, last)]
+        ]
 
 
 class MoveBatch(msgspec.Struct, array_like=True, frozen=True, tag=3):
@@ -83,7 +125,8 @@ class SelfTest(msgspec.Struct, array_like=True, frozen=True, tag=6):
     payload: bytes
 
 
-Task: TypeAlias = WriteBatch | ReadUnit | MoveBatch | Prepare | Sync | SelfTest
+Load: TypeAlias = ReadUnit | ReadEven
+Task: TypeAlias = WriteBatch | ReadUnit | ReadEven | MoveBatch | Prepare | Sync | SelfTest
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True):

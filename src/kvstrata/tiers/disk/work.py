@@ -33,7 +33,7 @@ from kvstrata.tiers.disk.io import (
     read_all,
     write_all,
 )
-from kvstrata.tiers.disk.tasks import Done, MoveBatch, Prepare, ReadUnit, SelfTest, Sync, Task, WriteBatch
+from kvstrata.tiers.disk.tasks import Done, MoveBatch, Prepare, ReadEven, ReadUnit, SelfTest, Sync, Task, WriteBatch
 from kvstrata.types import DIGEST_BYTES, FailCause
 
 UNIT_BYTES = 1 << 20
@@ -100,6 +100,8 @@ class Workshop:
             match task:
                 case ReadUnit():
                     return (yield from self._read(task))
+                case ReadEven():
+                    return (yield from self._read_even(task))
                 case WriteBatch():
                     return (yield from self._write(task))
                 case MoveBatch():
@@ -177,6 +179,13 @@ class Workshop:
                 # One bad sector fails the whole call: find out which records it really concerns.
                 failed = yield from self._read_each(task, read)
         return Done(task.task_id, failed=failed) if failed else Done(task.task_id)
+
+    def _read_even(self, task: ReadEven) -> Steps:
+        failed: Failures = []
+        for unit in task.units(UNIT_BYTES):
+            done = yield from self._read(unit)
+            failed += [(unit.first + index, cause) for index, cause in done.failed]
+        return Done(task.task_id, failed=failed)
 
     def plain(self, task: ReadUnit) -> Call | None:
         """The one call of a load that needs no place but its slots; None if it is of another kind, or cannot begin.
