@@ -6,8 +6,11 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from kvstrata.testing.faulty_files import FaultyFileSystem
 from kvstrata.testing.simfs import FaultyFiles
+from kvstrata.testing.stack import CoreStack
 from kvstrata.testing.tier_harness import NAMESPACE, TierHarness
 from kvstrata.tiers.base import Tier
 from kvstrata.tiers.disk import DiskTier
@@ -73,3 +76,46 @@ class Place:
         """Nothing fails any more."""
         self.files.clear()
         self.disk_files.faults.clear()
+
+
+def places(*kinds: str) -> pytest.MarkDecorator:
+    """Run against a place of each of these kinds."""
+    return pytest.mark.parametrize("place", kinds, indirect=True)
+
+
+def count_probes(tier: FsTier) -> list[OffloadKey]:
+    """The keys that the tier is probed for from now on."""
+    seen: list[OffloadKey] = []
+    probe = tier.probe
+
+    def counted(keys: list[OffloadKey]) -> object:
+        seen.extend(keys)
+        return probe(keys)
+
+    tier.probe = counted  # type: ignore[method-assign, assignment]
+    return seen
+
+
+def empty_primary(stack: CoreStack, keys: list[OffloadKey]) -> None:
+    """Evict chunks from primary; the tiers keep theirs."""
+    slots = stack.core.residency.find(keys)
+    stack.core.residency.evict(slots[slots >= 0])
+
+
+def clean(stack: CoreStack) -> None:
+    """Nothing is under way and nothing is held."""
+    stack.check()
+    assert stack.core.idle
+    residency = stack.core.residency
+    assert residency.pinned_bytes == residency.reserved_bytes == residency.quarantined_bytes == 0
+
+
+def turn(stack: CoreStack, name: str, seed: str, tokens: int) -> int:
+    """A request that asks until it has its answer, and ends; returns the tokens that it was brought."""
+    stack.add(name, tokens, seed=seed)
+    hit = stack.poll_until_answered(name, 0, tokens)
+    plan = stack.take(name, hit)
+    if plan is not None:
+        assert stack.complete_load(plan)
+    stack.finish(name)
+    return hit
