@@ -10,16 +10,18 @@ pipeline. No command enumerates keys; a writer finds its own again in its sorted
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import redis
 import redis.exceptions as errors
 
+from kvstrata.tiers.base import Clock
 from kvstrata.tiers.common.claims import PlaceError
 from kvstrata.tiers.common.index import Name
 from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header
+from kvstrata.tiers.common.tasks import cut
+from kvstrata.tiers.redis.replies import Terms, read_straight, version_of
 from kvstrata.tiers.redis.wire import Pieces
 from kvstrata.tiers.server.client import ClientSetup, FoundRecord, ReadItem, WriteItem, full_name, short_name
 from kvstrata.types import FailCause, OffloadKey
@@ -31,6 +33,8 @@ Connection: TypeAlias = Any
 PAGE = 1000
 READ_BYTES = 1 << 20
 """About so much is asked for at once."""
+PATIENCE = 2
+"""One record may take so many time-outs to arrive; each piece of it one."""
 OVERHEAD_BYTES = 256
 """What a record takes besides its bytes: names in the key space and in the sorted set, and their tables."""
 
@@ -126,7 +130,14 @@ class RedisClient:
     trusts_index = False
 
     def __init__(
-        self, where: str, connect: Callable[[float], Connection], *, prefix: str, ttl_s: float | None, cluster: bool
+        self,
+        where: str,
+        connect: Callable[[float], Connection],
+        clock: Callable[[], Clock | None],
+        *,
+        prefix: str,
+        ttl_s: float | None,
+        cluster: bool,
     ) -> None:
         self.where = where
         self.prefix = prefix.encode()
@@ -138,11 +149,13 @@ class RedisClient:
         self._identity = Identity(bytes(16), 0)
         self._verify = True
         self._own = b""
+        self._clock = clock
+        self._timeout_s = 0.0
 
     def open(self, setup: ClientSetup) -> None:
         """Connect, and read the claims: that shows whether address, user and password work."""
         self.close()
-        self._identity, self._verify = setup.identity, setup.verify
+        self._identity, self._verify, self._timeout_s = setup.identity, setup.verify, setup.timeout_s
         self._own = self.prefix + b":part:" + setup.part.encode()
         try:
             self.connection = self._connect(setup.timeout_s)
@@ -160,6 +173,10 @@ class RedisClient:
                 connection.close()
             except (redis.RedisError, OSError):
                 return
+
+    def _now(self) -> float:
+        clock = self._clock()
+        return 0.0 if clock is None else clock.monotonic()
 
     def _name(self, name: Name) -> bytes:
         return self.prefix + b":c:" + full_name(self._identity, name)
@@ -202,37 +219,39 @@ class RedisClient:
             return [cause_of(error)] * len(keys)
 
     def read(self, items: Sequence[ReadItem]) -> None:
-        """One GETRANGE per record, in pipelines whose answers are still in the processor's cache when they are used."""
-        part: list[ReadItem] = []
-        total = 0
-        for item in items:
-            if part and total + len(item.target) > READ_BYTES:
-                self._read(part)
-                part, total = [], 0
-            part.append(item)
-            total += len(item.target)
-        self._read(part)
+        """One GETRANGE per record. The payload goes from the socket into primary; a cluster's is copied there."""
+        connection = self.connection
+        left: Sequence[ReadItem] = items
+        if connection is not None and not self._cluster:
+            terms = Terms(self._identity, self._verify, PATIENCE * self._timeout_s, self._now, cause_of_value)
+            left = read_straight(connection.connection_pool, _groups(items), self._asking, terms)
+        for group in _groups(left):
+            self._read(group)
 
-    def _read(self, items: Sequence[ReadItem]) -> None:
-        """One pipeline. Of a value that is too long only one byte too much is fetched."""
+    def _asking(self, items: Sequence[ReadItem]) -> list[tuple[Any, ...]]:
+        """Of a value that is too long only one byte too much is asked for."""
         names = [self._name(item.key) for item in items]
         commands: list[tuple[Any, ...]] = [
             ("GETRANGE", name, 0, HEADER_BYTES + len(item.target)) for name, item in zip(names, items, strict=True)
         ]
         if self._ttl_ms is not None:  # whoever uses a value keeps it alive
             commands += [("PEXPIRE", name, self._ttl_ms) for name in names]
+        return commands
+
+    def _read(self, items: Sequence[ReadItem]) -> None:
+        """One pipeline."""
         try:
-            results = self._pipeline(commands)[: len(items)]
+            results = self._pipeline(self._asking(items))[: len(items)]
         except Exception as error:
             results = [error] * len(items)
         for index, (item, value) in enumerate(zip(items, results, strict=True)):
             results[index] = None  # a value need not live until the last one is copied
             if isinstance(value, Exception):
-                item.failed = FailCause.FOREIGN if str(value).startswith("WRONGTYPE") else cause_of(value)
+                item.failed = cause_of_value(value)
             elif not value:
                 item.failed = FailCause.GONE
             elif not item.accept(memoryview(value), self._identity, verify=self._verify):
-                item.version = hashlib.sha1(value, usedforsecurity=False).hexdigest()
+                item.version = version_of(value)
 
     def write(self, items: Sequence[WriteItem]) -> None:
         """Note the batch in the own set, then write what is not there. The set is never behind the records."""
@@ -341,6 +360,16 @@ class RedisClient:
                 continue
             found.append(FoundRecord(short_name(self._identity, full), length + OVERHEAD_BYTES, int(score * 1e9)))
         return found, dropped
+
+
+def _groups(items: Sequence[ReadItem]) -> list[list[ReadItem]]:
+    """What is asked for together: its answers are still in the processor's cache when they are used."""
+    return cut(items, lambda item: len(item.target), len(items), READ_BYTES)
+
+
+def cause_of_value(error: BaseException) -> FailCause:
+    """What an error means that stands in the place of a value."""
+    return FailCause.FOREIGN if str(error).startswith("WRONGTYPE") else cause_of(error)
 
 
 def _pairs(page: Any) -> list[tuple[bytes, float]]:

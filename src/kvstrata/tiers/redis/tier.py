@@ -75,7 +75,14 @@ class RedisTier(ServerTier):
             from kvstrata.tiers.redis.client import RedisClient
         except ImportError as error:
             raise ConfigError(f"tier {settings.name}: needs redis: pip install 'kvstrata[redis]'") from error
-        return RedisClient(self.where, self._connect, prefix=prefix, ttl_s=ttl_s, cluster=self._cluster)
+        return RedisClient(
+            self.where,
+            self._connect,
+            lambda: None if self._context is None else self._context.clock,
+            prefix=prefix,
+            ttl_s=ttl_s,
+            cluster=self._cluster,
+        )
 
     def _credentials(self) -> dict[str, str]:
         """URL and login with what the references stand for. Raises `ConfigError`."""
