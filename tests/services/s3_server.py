@@ -3,7 +3,8 @@
 In front of it sits a layer that counts requests by method, and delays or refuses them when told to by a POST to
 /__control/behave {"delay_s": 0.02, "refuse": 0}. GET /__control/counts gives the counts. GCS's condition "only if there
 is no such object" is translated into S3's, and its token, or none, into a signature: what the object tier uses of the
-two protocols differs in nothing else.
+two protocols differs in nothing else. moto takes requests for any region; this layer refuses those for another one than
+the bucket's, in the words of S3.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from werkzeug.serving import WSGIRequestHandler, run_simple
 Start = Callable[..., Any]
 SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 """What a request looks like that S3's own clients have signed; moto looks at nothing but its service."""
+REGION = "us-east-1"
+OTHER_REGION = f"""<?xml version="1.0" encoding="UTF-8"?>
+<Error><Code>AuthorizationHeaderMalformed</Code><Message>The authorization header is malformed; the region is wrong;
+expecting '{REGION}'</Message><Region>{REGION}</Region><RequestId>0</RequestId></Error>""".encode()
 
 
 class Front:
@@ -59,6 +64,9 @@ class Front:
                 environ["HTTP_IF_NONE_MATCH"] = "*"
             if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS"):
                 environ["HTTP_AUTHORIZATION"] = SIGNED
+            if f"/{REGION}/s3/" not in environ["HTTP_AUTHORIZATION"]:
+                start("400 Bad Request", [("Content-Type", "application/xml"), *length_of(OTHER_REGION)])
+                return [OTHER_REGION]
             return list(self.inner(environ, start))
         finally:
             with self.lock:
@@ -72,8 +80,12 @@ class Front:
                 self.delay_s, self.refuse = wanted["delay_s"], bool(wanted["refuse"])
                 self.counts.clear()
             body = json.dumps({**self.counts, "ready": self.ready}).encode()
-        start("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        start("200 OK", [("Content-Type", "application/json"), *length_of(body)])
         return [body]
+
+
+def length_of(body: bytes) -> list[tuple[str, str]]:
+    return [("Content-Length", str(len(body)))]
 
 
 class Quiet(WSGIRequestHandler):
@@ -97,7 +109,7 @@ def main() -> None:
             endpoint_url=f"http://127.0.0.1:{port}",
             aws_access_key_id="test",
             aws_secret_access_key="test",
-            region_name="us-east-1",
+            region_name=REGION,
         )
         for _ in range(200):
             try:

@@ -23,6 +23,7 @@ from kvstrata.testing.node_process import NodeProcess
 from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE, OTHER_NAMESPACE
 from kvstrata.tiers.common.record import HEADER_BYTES, Identity, make_header
 from kvstrata.tiers.mooncake import MooncakeTier
+from kvstrata.tiers.mooncake.client import NO_ROOM
 from kvstrata.tiers.server.core import State
 from kvstrata.types import FailCause
 
@@ -218,6 +219,63 @@ def test_mooncake_master_that_dies_and_begins_anew_is_used_again(mooncake_server
             return node.load("a", 64 * TOKENS) == 64 * TOKENS
 
         node.wait_for(stored_again, 90)
+        node.settle(60)
+        node.check_idle()
+
+
+def fill(tier: MooncakeTier, piece: int) -> None:
+    """Take all memory of the store by objects that it may not evict."""
+    store, held = tier._mooncake.store, tier._mooncake._config(pinned=True)
+    for number in range(2 * SEGMENT // piece):
+        code = store.put(f"filler/{number}", bytes(piece), held)
+        if code != 0:
+            assert code == NO_ROOM
+            return
+    raise AssertionError("the store takes more than it has")
+
+
+@pytest.mark.slow
+def test_mooncake_master_that_refuses_for_want_of_room_is_left_alone_and_used_again(
+    mooncake_server: MooncakeServer,
+) -> None:
+    """It is alive and answers: every store is refused, what is asked for is not there, requests are computed."""
+    tier = tier_of(mooncake_server, timeout_s=1.0)
+    bounds = config(stall_s=1.0, breaker_open_s=0.2, breaker_open_max_s=0.5)
+    with Node(LAYOUT, [tier], config=bounds) as node:
+        node.wait_for(lambda: tier._state is State.READY, 30)
+        for piece in (1 << 20, 64 << 10, CHUNK):
+            fill(tier, piece)
+        prompts = iter(range(100))
+
+        def opened() -> bool:
+            """One more prompt is refused and then computed; whether stores are kept away from the tier by now."""
+            prompt = f"refused-{next(prompts)}"
+            failed = node.statistics().tiers["mooncake"].cascade_failed
+            node.store(prompt, 8 * TOKENS, settle_s=0)
+            node.wait_for(lambda: node.statistics().tiers["mooncake"].cascade_failed > failed or not_closed(), 30)
+            node.forget()
+            started = time.monotonic()
+            assert node.load(prompt, 8 * TOKENS) == 0
+            assert time.monotonic() - started < 3.5
+            return not_closed()
+
+        def not_closed() -> bool:
+            return node.driver.call(lambda manager: manager._core.tiers[0].writes.state) is not BreakerState.CLOSED
+
+        node.wait_for(opened, 60)
+        counted = node.statistics().tiers["mooncake"]
+        assert counted.cascaded == 0
+        assert counted.cascade_failed >= node.config.breaker_errors
+        reads = node.driver.call(lambda manager: manager._core.tiers[0].reads.state)
+        assert reads is BreakerState.CLOSED, "a store that is full still serves"
+        tier._mooncake.store.remove_by_regex("^filler/", True)
+
+        def in_use() -> bool:
+            node.store("a", 64 * TOKENS, settle_s=0)
+            node.forget()
+            return node.load("a", 64 * TOKENS) == 64 * TOKENS
+
+        node.wait_for(in_use, 60)
         node.settle(60)
         node.check_idle()
 

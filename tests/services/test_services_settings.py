@@ -31,6 +31,17 @@ def test_a_bucket_that_is_missing_is_named_by_object(s3_server: S3Server, monkey
         check(place.make("mine", url="s3://nobody/kv"))
 
 
+def test_another_region_is_named_by_object(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("KVS_SECRET_ACCESS_KEY", PASSWORD)
+    place = Place("object", s3_server)
+    said = r"s3://kvbucket/kv: the bucket is in another region \(AuthorizationHeaderMalformed\); check region"
+    with pytest.raises(ConfigError, match=said) as caught:
+        check(place.make("mine", region="eu-central-1"))
+    assert PASSWORD not in str(caught.value)
+    check(place.make("mine"))
+
+
 def test_credentials_of_object_by_profile_and_file(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
