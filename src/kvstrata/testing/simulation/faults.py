@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstrata.testing.choices import Choices
@@ -21,6 +22,14 @@ WORLD_KINDS = (
 """Faults that strike the whole, the engine, its ranks, or the device below the disk tier."""
 
 KINDS = TIER_KINDS + WORLD_KINDS
+
+MOST = 50
+"""Highest rate, in percent."""
+
+
+def weighted(weights: Mapping[str, int]) -> tuple[str, ...]:
+    """Each kind so many times, as `Faults.meets` draws one of them."""
+    return tuple(kind for kind, weight in weights.items() for _ in range(weight))
 
 
 @dataclass(slots=True)
@@ -41,9 +50,9 @@ class Faults:
         kinds = KINDS if choices.below(3) == 0 else tuple(kind for kind in KINDS if choices.below(3))
         return cls(rate, frozenset(kinds))
 
-    def meets(self, choices: Choices, kinds: tuple[str, ...]) -> str:
-        """The fault that is met now, if any."""
-        if not self.rate or not choices.chance(self.rate):
+    def meets(self, choices: Choices, kinds: tuple[str, ...], *, times: int = 1) -> str:
+        """The fault that is met now, if any; `times` as often, up to `MOST`, for what happens seldom."""
+        if not self.rate or not choices.chance(min(times * self.rate, MOST)):
             return ""
         kind = choices.pick(kinds)
         return kind if kind in self.allowed else ""

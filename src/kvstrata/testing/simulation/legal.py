@@ -12,7 +12,9 @@ WAITING = (RESOLVING, QUEUED, FETCHING)
 ASKED = (*WAITING, READY)
 LIVE = (NEW, *ASKED, LOADING, RUNNING)
 LATER = (NEW, *ASKED, LOADING, RUNNING, GONE)
-"""Where a request may be when something that was begun for it is reported."""
+"""Where a request may be when something that was begun for it is reported. NEW, too: a client may use the id of a
+request that is over once more while copies or reads of the first one are under way, and a request that was silent while
+its engine stood still is new again before the reports of that time are heard."""
 
 LEGAL: dict[str, tuple[str, ...]] = {
     "poll": (NEW, *ASKED, RUNNING),

@@ -18,7 +18,6 @@ from typing import Any, cast
 import numpy as np
 
 from kvstrata.config import config_from_dict
-from kvstrata.core.requests import RequestState
 from kvstrata.integrations.vllm.scheduler import SchedulerSide
 from kvstrata.integrations.vllm.settings import VllmSettings
 from kvstrata.integrations.vllm.shield import Shield
@@ -37,6 +36,7 @@ from kvstrata.testing.simulation.disk import SimDiskTier
 from kvstrata.testing.simulation.draw import Setup, draw_setup
 from kvstrata.testing.simulation.engine import SimEngine, SimRequest
 from kvstrata.testing.simulation.faults import Faults
+from kvstrata.testing.simulation.strikes import strike
 from kvstrata.testing.simulation.tiers import SimTier
 from kvstrata.testing.simulation.watch import WatchedManager
 from kvstrata.testing.simulation.watch_checks import clean
@@ -102,11 +102,13 @@ class Simulation:
         self.disks: dict[int, SimDiskTier] = {}
         self.sim_tiers: list[SimTier] = []
         self.made = 0
-        self.names = 0
+        self.names = self.tails = 0
         self.away = 0
         """Turns for which the engine still does nothing."""
         self.history: list[list[int]] = []
         """Tokens of finished requests, for the next turn of a conversation."""
+        self.ended: list[str] = []
+        """Ids of requests that are over, for clients that use one again."""
         self.namespace_epoch = 0
         self.steps_before = self.world_before = 0
         self.promoted_before = self.consumed_before = self.finished_before = 0
@@ -149,21 +151,22 @@ class Simulation:
         per, hashes = self.setup.shape.tokens_per_hash, list[bytes]()
         for at in range(0, len(tokens) - per + 1, per):
             hashes.append(self.content.next_hash(hashes[-1] if hashes else b"", tokens[at : at + per]))
-        self._family_keys = [*getattr(self, "_family_keys", []), self.content.keys_of(hashes)]
+        self.family_keys = [*getattr(self, "family_keys", []), self.content.keys_of(hashes)]
         return tokens
 
     def _fill(self) -> None:
         """Tiers hold something from the start."""
         for tier in self.sim_tiers:
-            for keys in self._family_keys:
+            for keys in self.family_keys:
                 if self.choices.below(4):
-                    self._put(tier, keys)
+                    self.put_some(tier, keys)
         for disk in self.disks.values():
-            for keys in self._family_keys:
+            for keys in self.family_keys:
                 if self.choices.below(4):
                     disk.put([key for group in keys for key in group], self.content, self.region)
 
-    def _put(self, tier: SimTier, keys: list[list[bytes]]) -> None:
+    def put_some(self, tier: SimTier, keys: list[list[bytes]]) -> None:
+        """Another engine has stored these chunks, or some of them."""
         whole = self.choices.below(3) < 2
         for group in keys:
             for key in group if whole else self.choices.some(group):
@@ -201,7 +204,7 @@ class Simulation:
             shape, self.content, self.faults, self.choices, blocks=setup.blocks, budget=setup.budget, lag=setup.lag,
             most=setup.most_running, caches=setup.caches, say=self.say,
         )  # fmt: skip
-        self.engine.on_finish = lambda request: self.history.append(list(request.tokens))
+        self.engine.on_finish = self._over
         self._connect()
 
     def _connect(self) -> None:
@@ -278,7 +281,9 @@ class Simulation:
         if len(self.engine.requests) < 6 and self.made - self.finished < 9 and choices.below(2) == 0:
             self.new_request()
         if not self.steady:
-            self._strike()
+            strike(self)
+            if self.sim_tiers and choices.below(24) == 23:  # another engine has stored something
+                self.put_some(choices.pick(self.sim_tiers), choices.pick(self.family_keys))
         self._tiers_work()
         if not self.steady and choices.below(8) == 7:
             return  # an engine that is busy elsewhere
@@ -301,24 +306,44 @@ class Simulation:
             if self.choices.below(16) == 15:
                 tier.flush()
 
-    def new_request(self) -> None:
-        """A prompt that begins like others: like its family, or like a conversation that was held before."""
-        choices, longest = self.choices, self.setup.longest
-        self.names += 1
+    def new_request(self, like: SimRequest | None = None, name: str = "") -> None:
+        """A prompt, that of `like` or a new one, under a new id or this."""
+        choices = self.choices
         self.made += 1
-        name = f"r{self.names}"
-        if self.history and choices.below(3) == 2:
-            tokens = choices.pick(self.history[-8:])[: longest - 1]
-        else:
-            tokens = self._streams[choices.below(FAMILIES)][: choices.between(1, longest)]
-        if choices.below(3) == 2:
-            tail = choices.below(longest - len(tokens) + 1)
-            tokens = [*tokens, *(1_000_000 + 1000 * self.names + i for i in range(tail))]
+        name = name or self._name()
+        tokens = self._prompt() if like is None else like.tokens[: like.num_prompt_tokens]
         request = SimRequest(name, list(tokens), len(tokens), choices.between(1, 6))
         if choices.below(6) == 5:
             request.kv_transfer_params = {"kvstrata": self._wish()}
         request.skip_reading_prefix_cache = choices.below(20) == 19
         self.engine.add(request)
+
+    def _prompt(self) -> list[int]:
+        """It begins like others: like its family, or like a conversation that was held before."""
+        choices, longest = self.choices, self.setup.longest
+        if self.history and choices.below(3) == 2:
+            tokens = choices.pick(self.history[-8:])[: longest - 1]
+        else:
+            length = max(choices.between(1, longest), choices.between(1, longest))
+            tokens = self._streams[choices.below(FAMILIES)][:length]
+        if choices.below(3) == 2:
+            self.tails += 1
+            tail = choices.below(longest - len(tokens) + 1)
+            tokens = [*tokens, *(1_000_000 + 1000 * self.tails + i for i in range(tail))]
+        return tokens
+
+    def _name(self) -> str:
+        """A new id, or that of a request which is over: jobs that were begun for it may still be under way."""
+        known = {**self.engine.requests, **self.engine.leaving}
+        again = [name for name in self.ended[-3:] if name not in known]
+        if again and self.choices.below(4) == 3:
+            return again[-1]
+        self.names += 1
+        return f"r{self.names}"
+
+    def _over(self, request: SimRequest) -> None:
+        self.history.append(list(request.tokens))
+        self.ended.append(request.request_id)
 
     def _wish(self) -> Any:
         choices = self.choices
@@ -330,82 +355,7 @@ class Simulation:
             wishes.append({"wait_s": choices.pick((0.3, 1.0))})
         return choices.pick(wishes)
 
-    # -- faults of the whole
-
-    def _strike(self) -> None:
-        kinds = (
-            "crash", "limit change", "keys removed", "reset memory", "reset content", "clock jump", "silence",
-            "abort", "preempt", "cache dropped", "device error", "bit rot", "device full", "restart", "power cut",
-        )  # fmt: skip
-        if self.choices.below(3):
-            return
-        kind = self.faults.meets(self.choices, kinds)
-        if kind and self._happen(kind):
-            self.say(f"fault: {kind}")
-            self.world_before += 1
-            self.faults.strike(kind)
-
-    def _happen(self, kind: str) -> bool:
-        choices = self.choices
-        match kind:
-            case "crash" | "limit change" | "keys removed":
-                return self._strike_tier(kind)
-            case "reset memory":
-                fetching = any(r.state is RequestState.FETCHING for r in self.manager._core.requests.values())
-                return (fetching or choices.below(2) == 0) and self.reset(ResetReason.MEMORY_GOING_AWAY)
-            case "reset content":
-                return self.reset(ResetReason.CONTENT_INVALID)
-            case "clock jump":
-                self.clock.advance(choices.pick((1.0, 2.5, 4.0, 11.0)))
-                self.clock.set_wall(1_600_000_000.0 + choices.below(1 << 28))
-            case "silence":
-                if choices.below(2):
-                    return False
-                self.away = choices.pick((2, 3, 5))
-            case "abort":
-                victims = list(self.engine.requests.values())
-                if not victims:
-                    return False
-                loading = [request for request in victims if request.state == "loading"]
-                self.engine.abort(choices.pick(loading if loading and choices.below(2) else victims))
-                self.made -= 1
-            case "preempt":
-                if not self.engine.running:
-                    return False
-                victims = list(reversed(self.engine.running))
-                for victim in victims if choices.below(2) else [choices.pick(victims)]:
-                    self.engine.preempt(victim)
-                if "copy failed" in self.faults.allowed:
-                    for copier in self.copiers:
-                        copier.fail_one()
-            case "cache dropped":
-                if not self.engine.pool.cached:
-                    return False
-                self.engine.pool.clear()
-            case "restart" | "power cut":
-                if choices.below(2) or (kind == "power cut" and not self.disks):
-                    return False
-                self.restart(power=kind == "power cut")
-            case _:
-                disks = list(self.disks.values())
-                return bool(disks) and choices.pick(disks).misbehave(kind)
-        return True
-
-    def _strike_tier(self, kind: str) -> bool:
-        choices = self.choices
-        if not self.sim_tiers:
-            return False
-        tier = choices.pick(self.sim_tiers)
-        match kind:
-            case "crash":
-                tier.crash(silent=choices.below(2) == 1)
-            case "limit change":
-                tier.change_limit(choices.pick((None, 500, 3_000, 20_000)))
-            case _:
-                if choices.below(2):
-                    self._put(tier, choices.pick(self._family_keys))
-                return bool(tier.remove_some())
-        return True
+    # -- the whole
 
     def reset(self, reason: ResetReason) -> bool:
         """The engine resets its cache; with invalid content it flushes its own first."""

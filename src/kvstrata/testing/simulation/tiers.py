@@ -13,7 +13,7 @@ from kvstrata.testing.choices import Choices
 from kvstrata.testing.clock import ManualClock
 from kvstrata.testing.scripted import PendingJob, PendingProbe, ScriptedTier
 from kvstrata.testing.simulation.content import Content
-from kvstrata.testing.simulation.faults import Faults
+from kvstrata.testing.simulation.faults import Faults, weighted
 from kvstrata.types import (
     Capabilities,
     FailCause,
@@ -27,14 +27,17 @@ from kvstrata.types import (
     TierJob,
 )
 
-LOAD_FAULTS = (
-    "late", "lost", "partial", "corrupt", "failed", "vanished", "stall", "cancelled", "duplicate", "scribble",
-    "corrupt", "vanished", "scribble", "corrupt", "vanished", "scribble", "corrupt", "vanished", "vanished",
-    "scribble", "corrupt", "corrupt", "vanished",
+LOAD_FAULTS = weighted(
+    {
+        "late": 3, "lost": 2, "partial": 2, "failed": 2, "stall": 2, "cancelled": 2, "duplicate": 2,
+        "corrupt": 6, "vanished": 7, "scribble": 8,
+    }
 )  # fmt: skip
-"""The last ones again: they can strike nothing but loads."""
-STORE_FAULTS = ("late", "lost", "partial", "full", "failed", "stall", "cancelled", "duplicate")
-PROBE_FAULTS = ("late", "probe error", "probe lost", "probe unknown", "stall", "probe error")
+"""The last three can strike nothing but loads, and loads are fewer than stores and probes."""
+STORE_FAULTS = weighted(
+    dict.fromkeys(("late", "lost", "partial", "full", "failed", "stall", "cancelled", "duplicate"), 1)
+)
+PROBE_FAULTS = weighted({"late": 1, "probe error": 2, "probe lost": 1, "probe unknown": 1, "stall": 1})
 _PASSING = (FailCause.IO_ERROR, FailCause.TIMEOUT, FailCause.REFUSED)
 _LATE_S = (3.0, 0.4, 12.0, 70.0, 6.0)
 
@@ -122,7 +125,7 @@ class SimTier(ScriptedTier):
     # -- jobs
 
     def _take_load(self, job: PendingJob) -> None:
-        self._plan(job, self.faults.meets(self.choices, LOAD_FAULTS))
+        self._plan(job, self.faults.meets(self.choices, LOAD_FAULTS, times=4))
 
     def _take_store(self, job: PendingJob) -> None:
         self.epochs[job.job.job_id] = self.epoch_of(job.job.job_id)
@@ -140,6 +143,7 @@ class SimTier(ScriptedTier):
                 wait = 1e6
             case "late":
                 wait = choices.pick(_LATE_S)
+                causes = {i: choices.pick(_PASSING) for i in (indices if choices.below(3) == 2 else ())}
             case "partial" | "failed":
                 causes = {i: choices.pick(_PASSING) for i in bad}
             case "corrupt":
