@@ -87,8 +87,8 @@ class DiskContract(TierContract):
         assert isinstance(tier, DiskTier)
         volume = tier._live
         assert volume is not None
-        waiting = len(volume.writes.waiters) + len(volume.writes.pending) + len(volume.writes.queue)
-        return waiting + len(volume.desk.ops) + sum(index.count for index in volume.desk.indexes.values())
+        waiting = len(volume.writes.waiters) + len(volume.writes.unwritten) + len(volume.writes.queue)
+        return waiting + len(volume.desk.ops) + sum(index.taken for index in volume.desk.indexes.values())
 
     # Segments are preallocated: what is not held stays allocated, and is told as reserved.
 

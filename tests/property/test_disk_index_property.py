@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.testing.tier_harness import chunk_keys
-from kvstrata.tiers.disk.index import Index, words_of
+from kvstrata.tiers.disk.index import Index, hashes_of, words_of
 from kvstrata.tiers.disk.planning import even_parts, packed_place, plan_batches, plan_units
 from kvstrata.tiers.disk.tasks import ReadEven
 from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
@@ -15,28 +15,49 @@ from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
 KEYS = chunk_keys(120)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 119), max_size=40)), max_size=25))
-def test_the_index_equals_a_dictionary(steps: list[tuple[bool, set[int]]]) -> None:
-    index, twin = Index(16), dict[bytes, int]()
+ACTIONS = st.sampled_from(["insert", "reserve", "reserve_absent", "fill", "delete"])
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.lists(st.tuples(ACTIONS, st.sets(st.integers(0, 119), max_size=40)), max_size=25))
+def test_the_index_equals_a_dictionary(steps: list[tuple[str, set[int]]]) -> None:
+    """A key has the mark of its record, or is being written (None)."""
+    index, twin = Index(16), dict[bytes, int | None]()
     number = 0
-    for inserts, picked in steps:
+    for action, picked in steps:
         keys = [KEYS[n] for n in sorted(picked)]
-        if inserts:
-            keys = [key for key in keys if key not in twin]
-            marks = np.arange(number, number + len(keys))
-            number += len(keys)
-            index.insert(words_of(keys), np.zeros((len(keys), 2), np.uint64), 3, marks, marks)
-            twin.update(zip(keys, marks.tolist(), strict=True))
+        absent = [key for key in keys if key not in twin]
+        marks = list(range(number, number + len(keys)))
+        number += len(keys)
+        words, digests = words_of(absent), np.zeros((len(keys), 2), np.uint64)
+        if action == "insert":
+            index.insert(words, digests[: len(absent)], 3, marks[: len(absent)], 7)
+            twin.update(zip(absent, marks, strict=False))
+        elif action == "reserve":
+            index.reserve(words, 7)
+            twin.update(dict.fromkeys(absent))
+        elif action == "reserve_absent" and keys:
+            rows = index.reserve_absent(words_of(keys), 7, hashes_of(words_of(keys)))
+            assert (rows is None) == (len(absent) < len(keys))
+            if rows is not None:
+                assert index.find(words_of(keys)).tolist() == rows.tolist()
+                twin.update(dict.fromkeys(keys))
+        elif action == "fill":
+            keys = [key for key in keys if twin.get(key, 0) is None]
+            rows = index.find(words_of(keys))
+            index.fill(rows, np.full(len(keys), 3, np.int32), marks[: len(keys)], digests[: len(keys)])
+            twin.update(zip(keys, marks, strict=False))
         else:
             rows = index.find(words_of(keys))
             index.delete(rows[rows >= 0])
             for key in keys:
                 twin.pop(key, None)
-        found = index.find(words_of(KEYS))
-        assert {KEYS[n]: int(index.offset[row]) for n, row in enumerate(found) if row >= 0} == twin
-        assert len(index) == len(twin)
-        assert sorted(index.offset[index.live_rows()].tolist()) == sorted(twin.values())
+        found, held = index.find(words_of(KEYS)), index.find_held(words_of(KEYS))
+        records = {key: mark for key, mark in twin.items() if mark is not None}
+        assert {KEYS[n] for n, row in enumerate(found) if row >= 0} == set(twin)
+        assert {KEYS[n]: int(index.offset[row]) for n, row in enumerate(held) if row >= 0} == records
+        assert (len(index), index.pending, index.taken) == (len(records), len(twin) - len(records), len(twin))
+        assert sorted(index.offset[index.live_rows()].tolist()) == sorted(records.values())
 
 
 SIZES = st.one_of(st.integers(0, 9000), st.sampled_from([512, 4096, 8192, 32_768, 262_144, UNIT_BYTES, 3 * UNIT_BYTES]))

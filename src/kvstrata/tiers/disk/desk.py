@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.disk.acquire import Acquired
-from kvstrata.tiers.disk.format import KEY_WORDS, Realm
+from kvstrata.tiers.disk.format import Realm
 from kvstrata.tiers.disk.index import Index, keys_of, words_of
 from kvstrata.tiers.disk.io import Files, address_of
 from kvstrata.tiers.disk.jobs import Jobs, Operation
@@ -19,8 +20,8 @@ from kvstrata.tiers.disk.segment import padded_sum
 from kvstrata.tiers.disk.tasks import Done, Task
 from kvstrata.types import I64, KEY_BYTES, FailCause, KeysRemoved, OffloadKey, TierEvent
 
-_FRESH_MOST = 1024
-"""Most records that wait to enter the index."""
+_WRITTEN_MOST = 1024
+"""Most records whose rows wait to be filled."""
 
 
 class Workers(Protocol):
@@ -78,15 +79,13 @@ class Place:
     length: int
 
 
-@dataclass(slots=True)
-class Fresh:
-    """Records of one batch that was written: keys and digests concatenated."""
+class Written(msgspec.Struct, frozen=True, gc=False):
+    """Records of one batch that was written: their rows, digests (concatenated) and places."""
 
-    packed: bytes
+    rows: I64
     digests: bytes
     segment: int
-    places: list[int]
-    lengths: list[int]
+    places: I64
 
 
 class Desk:
@@ -126,8 +125,8 @@ class Desk:
         self.ops: dict[int, Operation] = {}
         self._next_task = 1
         self._tick = acquired.stamp + 1
-        self._fresh: list[Fresh] = []
-        self._fresh_count = 0
+        self._written: list[Written] = []
+        self._written_count = 0
 
     def new_task(self, op: Operation) -> int:
         """The id of a task whose answer goes to `op`."""
@@ -154,51 +153,47 @@ class Desk:
     @property
     def index(self) -> Index:
         """With everything in it that was written and answered."""
-        if self._fresh:
-            self.insert_added()
+        if self._written:
+            self.fill_written()
         return self._index
 
     def new_index(self) -> None:
         """Begin anew with an empty index."""
-        self.insert_added()
+        self.fill_written()
         self._index = self.indexes[self.realm] = Index()
 
     @property
     def count(self) -> int:
         """Records of this realm."""
-        return self._index.count + self._fresh_count
+        return self._index.count + self._written_count
 
     def find(self, keys: Sequence[OffloadKey]) -> I64:
-        """Rows of the keys that have the right length; -1 where there is none."""
-        return self.index.find(words_of([key for key in keys if len(key) == KEY_BYTES]))
+        """Rows of the keys that have the right length and are held; -1 where there is none."""
+        return self.index.find_held(words_of([key for key in keys if len(key) == KEY_BYTES]))
 
-    def add(self, fresh: Fresh, payload: int) -> None:
+    def add(self, written: Written, payload: int) -> None:
         """Records that were written; `payload`: their bytes, padding included.
 
-        They enter the index when somebody asks it, or when there are many: it is cheaper per key in large batches.
+        Their rows are filled when somebody asks the index, or when there are many: it is cheaper per key together.
         """
-        self._fresh.append(fresh)
-        count = len(fresh.places)
-        self._fresh_count += count
+        self._written.append(written)
+        count = len(written.rows)
+        self._written_count += count
         self.stored += count
-        self.space.held(fresh.segment, count, payload)
-        if self._fresh_count >= _FRESH_MOST:
-            self.insert_added()
+        self.space.held(written.segment, count, payload)
+        if self._written_count >= _WRITTEN_MOST:
+            self.fill_written()
 
-    def insert_added(self) -> None:
-        """Enter what was added."""
-        if not self._fresh:
+    def fill_written(self) -> None:
+        """Fill the rows of what was added."""
+        if not self._written:
             return
-        fresh, self._fresh, self._fresh_count = self._fresh, [], 0
-        places: list[int] = []
-        lengths: list[int] = []
-        for each in fresh:
-            places += each.places
-            lengths += each.lengths
-        numbers = np.repeat([each.segment for each in fresh], [len(each.places) for each in fresh])
-        words = np.frombuffer(b"".join([each.packed for each in fresh]), "<u4").reshape(-1, KEY_WORDS)
-        digests = np.frombuffer(b"".join([each.digests for each in fresh]), "<u8").reshape(-1, 2)
-        self._index.insert(words, digests, numbers.astype(np.int32), places, lengths)
+        written, self._written, self._written_count = self._written, [], 0
+        rows = np.concatenate([each.rows for each in written])
+        numbers = np.repeat([each.segment for each in written], [len(each.rows) for each in written])
+        digests = np.frombuffer(b"".join([each.digests for each in written]), "<u8").reshape(-1, 2)
+        places = np.concatenate([each.places for each in written])
+        self._index.fill(rows, numbers.astype(np.int32), places, digests)
 
     def forget_rows(self, index: Index, rows: I64) -> None:
         """Drop rows, each named once, and what they count for."""

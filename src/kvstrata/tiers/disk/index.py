@@ -3,6 +3,8 @@
 One row per record, 68 bytes, and 8 bytes per table place. All calls take batches: `words` is a (n, 9) uint32 array of
 keys (`words_of`). A row number stays valid until the row is deleted.
 
+A row may be held for a record that is still being written: it has its key and length, and `segment` is PENDING.
+
 A table place holds 0 (empty), 1 (deleted), or `tag << 32 | row + 2`. A key is looked for from its home place onwards
 until an empty place; the tag saves looking at rows of other keys.
 """
@@ -23,6 +25,9 @@ from kvstrata.types import I32, I64, KEY_BYTES, OffloadKey
 
 U64 = npt.NDArray[np.uint64]
 
+PENDING = -2
+"""The segment of a row whose record is being written."""
+_NO_ROW = -1
 _WINDOW = 8
 _FEW = 256
 _HASHED_AT_ONCE = 2048
@@ -65,11 +70,19 @@ def hashes_of(words: Words) -> U64:
     return mixed ^ (mixed >> np.uint64(29))
 
 
+def _values(hashes: U64, rows: I64) -> U64:
+    """What the table holds for rows."""
+    return (hashes << _HALF) | (rows + 2).astype(np.uint64)
+
+
 class Index:
     """See the module. Columns are public: `segment` is -1 in a free row, `stamp` is 0 until the first touch."""
 
     def __init__(self, capacity: int = 1024) -> None:
-        self.count = 0
+        self.taken = 0
+        """Rows in use."""
+        self.pending = 0
+        """Those of them whose record is being written."""
         self.changes = 0
         """Calls that gave or took a row: what `find` said before the last one may be wrong."""
         self._used = 0  # rows ever handed out; above are untouched
@@ -82,6 +95,11 @@ class Index:
 
     def __len__(self) -> int:
         return self.count
+
+    @property
+    def count(self) -> int:
+        """Records that are held."""
+        return self.taken - self.pending
 
     # rows
 
@@ -114,7 +132,7 @@ class Index:
         return rows
 
     def live_rows(self) -> I64:
-        """All rows in use."""
+        """All rows of records that are held."""
         return np.flatnonzero(self.segment[: self._used] >= 0)
 
     def rows_of_segment(self, segment: int) -> I64:
@@ -136,7 +154,7 @@ class Index:
         self._table = np.zeros(1 << bits, np.uint64)
         self._shift = np.uint64(64 - bits)
         self._deleted = 0
-        rows = self.live_rows() if self.count else np.zeros(0, np.int64)
+        rows = np.flatnonzero(self.segment[: self._used] != _NO_ROW) if self.taken else np.zeros(0, np.int64)
         step = 1 << 16
         for at in range(0, len(rows), step):
             part = rows[at : at + step]
@@ -144,7 +162,7 @@ class Index:
 
     def _place(self, hashes: U64, rows: I64) -> None:
         table, mask = self._table, len(self._table) - 1
-        values = (hashes << np.uint64(32)) | (rows + 2).astype(np.uint64)
+        values = _values(hashes, rows)
         at = self._home(hashes)
         while len(at):
             if len(at) <= _FEW:
@@ -170,13 +188,22 @@ class Index:
             self._deleted -= found
             table[place] = value
 
-    def find(self, words: Words) -> I64:
-        """The row of each key, or -1."""
+    def find_held(self, words: Words) -> I64:
+        """The row of each key whose record is held, or -1."""
+        return self.held(self.find(words))
+
+    def held(self, rows: I64) -> I64:
+        """The same rows, and -1 for those whose record is still being written."""
+        return np.where(self.segment.take(rows) >= 0, rows, -1) if self.pending else rows
+
+    def find(self, words: Words, hashes: U64 | None = None) -> I64:
+        """The row of each key, or -1. `hashes`: `hashes_of(words)`, if they are known."""
         count = len(words)
         rows = np.full(count, -1, np.int64)
-        if not count or not self.count:
+        if not count or not self.taken:
             return rows
-        hashes = hashes_of(words)
+        if hashes is None:
+            hashes = hashes_of(words)
         tags = (hashes << _HALF)[:, None]
         at = (hashes >> self._shift).astype(np.int64)[:, None]
         table, mask, rows_end = self._table, len(self._table) - 1, np.uint64(self._used)
@@ -226,29 +253,83 @@ class Index:
 
         `hashes`: `hashes_of(words)`, if they are known.
         """
-        count = len(words)
-        if not count:
-            return np.zeros(0, np.int64)
-        if (self.count + self._deleted + count) * 5 > len(self._table) * 3:
-            self._rebuild(self.count + count)
-        rows = self._take_rows(count)
-        self.key[rows] = words
-        self.digest[rows] = digests
+        rows = self._enter(words, lengths, hashes)
         self.segment[rows] = segments
         self.offset[rows] = offsets
+        self.digest[rows] = digests
+        return rows
+
+    def reserve(self, words: Words, lengths: npt.ArrayLike, hashes: U64 | None = None) -> I64:
+        """The same for records that are going to be written; `fill` or `delete` follows."""
+        return self._mark_pending(self._enter(words, lengths, hashes))
+
+    def reserve_absent(self, words: Words, lengths: npt.ArrayLike, hashes: U64) -> I64 | None:
+        """`reserve` for keys that differ from each other, but may be there; None, and nothing done, if one seems to be.
+
+        Looking for them and finding places for them is one look at the table.
+        """
+        count = len(words)
+        self._make_room(count)
+        home, table, mask = self._home(hashes), self._table, len(self._table) - 1
+        places = (home[:, None] + _STEPS) & mask
+        found = table.take(places)
+        if (((found ^ (hashes << _HALF)[:, None]) - _ROW_BASE) < np.uint64(self._used)).any():
+            return None
+        unsure = np.flatnonzero(found.all(axis=1))  # no empty place yet
+        if len(unsure) and self.find(words.take(unsure, axis=0), hashes.take(unsure)).max() >= 0:
+            return None
+        rows = self._new_rows(words, lengths)
+        values = _values(hashes, rows)
+        first = (found <= _DELETED).argmax(axis=1) + np.arange(0, count * _WINDOW, _WINDOW)
+        spots, was = places.ravel().take(first), found.ravel().take(first)
+        fit = np.flatnonzero(was <= _DELETED)
+        table[spots.take(fit)] = values.take(fit)
+        left = table.take(spots) != values  # of those that want the same place the last one has it
+        if self._deleted:
+            self._deleted -= int((was[~left] == _DELETED).sum())
+        self._place_each(home[left].tolist(), values[left].tolist())
+        return self._mark_pending(rows)
+
+    def _mark_pending(self, rows: I64) -> I64:
+        self.segment[rows] = PENDING
+        self.pending += len(rows)
+        return rows
+
+    def fill(self, rows: I64, segments: I32, offsets: npt.ArrayLike, digests: U64) -> None:
+        """The records of reserved rows were written."""
+        self.segment[rows] = segments
+        self.offset[rows] = offsets
+        self.digest[rows] = digests
+        self.pending -= len(rows)
+
+    def _enter(self, words: Words, lengths: npt.ArrayLike, hashes: U64 | None) -> I64:
+        if not len(words):
+            return np.zeros(0, np.int64)
+        self._make_room(len(words))
+        rows = self._new_rows(words, lengths)
+        self._place(hashes_of(words) if hashes is None else hashes, rows)
+        return rows
+
+    def _make_room(self, count: int) -> None:
+        if (self.taken + self._deleted + count) * 5 > len(self._table) * 3:
+            self._rebuild(self.taken + count)
+
+    def _new_rows(self, words: Words, lengths: npt.ArrayLike) -> I64:
+        """Rows that have no place in the table yet."""
+        rows = self._take_rows(len(words))
+        self.key[rows] = words
         self.length[rows] = lengths
         self.stamp[rows] = 0
-        self._place(hashes_of(words) if hashes is None else hashes, rows)
-        self.count += count
+        self.taken += len(words)
         self.changes += 1
         return rows
 
     def delete(self, rows: I64) -> None:
-        """Forget live rows, each named once."""
+        """Forget rows in use, each named once."""
         if not len(rows):
             return
         hashes = hashes_of(self.key[rows])
-        values = (hashes << np.uint64(32)) | (rows + 2).astype(np.uint64)
+        values = _values(hashes, rows)
         at = self._home(hashes)
         table, mask = self._table, len(self._table) - 1
         while len(at):
@@ -256,7 +337,9 @@ class Index:
             table[at[match]] = _DELETED
             at, values = (at[~match] + 1) & mask, values[~match]
         self._deleted += len(rows)
-        self.segment[rows] = -1
+        if self.pending:
+            self.pending -= int((self.segment[rows] == PENDING).sum())
+        self.segment[rows] = _NO_ROW
         self._free.frombytes(rows.astype(np.int32).tobytes())
-        self.count -= len(rows)
+        self.taken -= len(rows)
         self.changes += 1

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstrata.tiers.disk.desk import Desk
-from kvstrata.tiers.disk.format import KEY_WORDS
+from kvstrata.tiers.disk.format import KEY_WORDS, Words
+from kvstrata.tiers.disk.index import hashes_of
 from kvstrata.tiers.disk.jobs import Job
 from kvstrata.tiers.disk.reads import Found, Reads
 from kvstrata.tiers.disk.writes import Writes
@@ -61,26 +62,51 @@ class Intake:
             self._take_in(accepted)
 
     def _take_in(self, accepted: list[tuple[Job, bool, bytes]]) -> None:
+        stores = [(state, packed) for state, load, packed in accepted if not load]
+        if stores and self._store_new(stores):
+            accepted = [each for each in accepted if each[1]]
+        if not accepted:
+            return
         index = self._desk.index
-        words = np.frombuffer(b"".join([packed for _, _, packed in accepted]), "<u4").reshape(-1, KEY_WORDS)
+        words = _words([packed for _, _, packed in accepted])
         rows = index.find(words)
-        changes = index.changes
-        singles = self._singles(rows) if any(load and state.left == 1 for state, load, _ in accepted) else None
-        found = self._found(rows) if any(load and state.left > 1 for state, load, _ in accepted) else None
-        at = 0
+        held = index.held(rows)
+        singles = self._singles(held) if any(load and state.left == 1 for state, load, _ in accepted) else None
+        found = self._found(held) if any(load and state.left > 1 for state, load, _ in accepted) else None
+        changes, at = index.changes, 0
         for state, load, packed in accepted:
             end = at + state.left
-            if index.changes != changes:  # a job before this one dropped a version
+            if index.changes != changes:  # a job before this one dropped a version, or reserved rows
                 rows[at:end] = index.find(words[at:end])
+                held[at:end] = index.held(rows[at:end])
                 singles = found = None
             if not load:
-                self._writes.submit(state, packed, rows[at:end])
+                self._writes.submit(state, packed, words[at:end], rows[at:end])
             elif not (
                 (singles is not None and end == at + 1 and self._reads.submit_one(state, *singles[at]))
-                or (found is not None and self._reads.submit_even(state, rows[at:end], found.part(at, end)))
+                or (found is not None and self._reads.submit_even(state, held[at:end], found.part(at, end)))
             ):
-                self._reads.submit(state, rows[at:end])
+                self._reads.submit(state, held[at:end])
             at = end
+
+    def _store_new(self, stores: list[tuple[Job, bytes]]) -> bool:
+        """Take in all stores at once, if nothing of them is there and no key comes twice."""
+        lengths: list[int] = []
+        for state, _ in stores:
+            lengths += state.job.lengths
+        if len(set().union(*[state.job.keys for state, _ in stores])) < len(lengths):
+            return False
+        even = lengths.count(lengths[0]) == len(lengths)
+        words = _words([packed for _, packed in stores])
+        rows = self._desk.index.reserve_absent(words, lengths[0] if even else lengths, hashes_of(words))
+        if rows is None:
+            return False
+        at = 0
+        for state, packed in stores:
+            end = at + state.left
+            self._writes.submit_new(state, packed, rows[at:end])
+            at = end
+        return True
 
     def _found(self, rows: I64) -> Found:
         """What the index has in these rows, by one call for all jobs."""
@@ -96,3 +122,8 @@ class Intake:
         digests = index.digest.take(rows, axis=0).view("V16").ravel().tolist()
         segments, places = index.segment.take(rows).tolist(), index.offset.take(rows).tolist()
         return list(zip(rows.tolist(), segments, places, lengths, digests, strict=True))
+
+
+def _words(packed: list[bytes]) -> Words:
+    """The keys of several jobs, as `index.words_of` has them."""
+    return np.frombuffer(b"".join(packed), "<u4").reshape(-1, KEY_WORDS)

@@ -1,4 +1,8 @@
-"""What is in progress: jobs, and the operations on disk that they, reclaim, flush and purge have come to."""
+"""What is in progress: jobs, and the operations on disk that they, reclaim, flush and purge have come to.
+
+What is made for every job or batch is a `Struct`: it is made in a tenth of the time of a dataclass. An empty list or
+set as a default is a new one for each.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvstrata.tiers.disk.format import BatchKind, Realm, Words
+import msgspec
+
+from kvstrata.tiers.disk.format import BLOCK, BatchKind, Realm, Words
 from kvstrata.tiers.disk.index import Index
 from kvstrata.tiers.disk.planning import BatchPlan
 from kvstrata.tiers.disk.segment import Segment
-from kvstrata.types import I64, FailCause, JobEnded, KeysDone, OffloadKey, TierEvent, TierJob
+from kvstrata.types import I64, KEY_BYTES, FailCause, JobEnded, KeysDone, OffloadKey, TierEvent, TierJob
 
 
-@dataclass(slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, eq=False):
     """One accepted job; `left` keys are not yet reported."""
 
     job: TierJob
     left: int
-    tasks: set[int] = field(default_factory=set)
+    tasks: set[int] = set()
     cancelled: bool = False
 
 
@@ -53,36 +58,39 @@ class Jobs:
         self._events.append(JobEnded(job.job.job_id))
 
 
-@dataclass(slots=True, eq=False)
-class WriteOp:
+class WriteOp(msgspec.Struct, eq=False):
     """One batch on its way: chunks of a job, or a log entry (then `job` is None)."""
 
     kind: BatchKind
     realm: Realm
-    job: Job | None = None
-    plan: BatchPlan | None = None
-    keys: list[OffloadKey] = field(default_factory=list)
     packed: bytes = b""
     """The keys, concatenated."""
-    places: list[int] = field(default_factory=list)
-    """In the segment file, once the batch has its place."""
-    lengths: list[int] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
+    job: Job | None = None
+    plan: BatchPlan | None = None
+    rows: I64 | None = None
+    """The rows that are reserved for its records."""
+    lengths: list[int] = []
+    """A single one if all are equal."""
+    memory: list[int] = []
     digests: bytes = b""
-    tickets: list[int] = field(default_factory=list)
-    dead: set[OffloadKey] | None = None
-    """Keys that were removed or purged while the batch was on its way."""
+    tickets: list[int] = []
+    dead: set[OffloadKey] = set()
+    """Keys that were removed or purged while the batch was on its way; their rows are gone."""
     segment: Segment | None = None
     start: int = 0
 
     @property
     def span(self) -> int:
         """Bytes from this header block to the next."""
-        return 4096 if self.plan is None else self.plan.span
+        return BLOCK if self.plan is None else self.plan.span
+
+    @property
+    def keys(self) -> list[OffloadKey]:
+        """Of its records."""
+        return [self.packed[at : at + KEY_BYTES] for at in range(0, len(self.packed), KEY_BYTES)]
 
 
-@dataclass(slots=True, eq=False)
-class ReadOp:
+class ReadOp(msgspec.Struct, eq=False):
     """One unit of a load; `places` tell which version of each key was read."""
 
     job: Job

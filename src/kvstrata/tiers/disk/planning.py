@@ -8,6 +8,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, SECTOR, align_up
@@ -15,21 +16,20 @@ from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
 from kvstrata.types import I64, Bool
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(msgspec.Struct, frozen=True, gc=False):
     """Some chunks of a job that share a header block. `places` are relative to the start of the batch."""
 
-    picks: list[int]
+    picks: Sequence[int]
     places: Sequence[int]
     span: int
     straight: bool
 
-    def places_from(self, start: int) -> list[int]:
+    def places_from(self, start: int) -> I64:
         """The places in the file of a batch that begins at `start`."""
         places = self.places
         if isinstance(places, range):
-            return list(range(places.start + start, places.stop + start, places.step))
-        return [start + place for place in places]
+            return np.arange(places.start + start, places.stop + start, places.step)
+        return np.array(places, np.int64) + start
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _straight_batches(picks: I64, lengths: I64, largest: int) -> list[BatchPlan]
     return plans
 
 
-def even_batches(picks: list[int], size: int, largest: int) -> list[BatchPlan]:
+def even_batches(picks: Sequence[int], size: int, largest: int) -> list[BatchPlan]:
     """Batches of straight slots of one size."""
     count = max(1, min(RECORDS_PER_BATCH, min(BATCH_BYTES, largest - BLOCK) // size))
     places = range(BLOCK, BLOCK + count * size, size)
@@ -177,6 +177,6 @@ def _cuts(sizes: list[int], begin: int, end: int) -> list[tuple[int, int]]:
     return cuts
 
 
-def pieces(digests: Sequence[bytes] | None, picks: list[int]) -> bytes:
+def pieces(digests: Sequence[bytes] | None, picks: Sequence[int]) -> bytes:
     """The digests of some chunks, concatenated; empty if there are none."""
     return b"" if digests is None else b"".join([digests[index] for index in picks])

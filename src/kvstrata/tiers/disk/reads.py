@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvstrata.tiers.disk.desk import Desk
@@ -18,8 +18,7 @@ from kvstrata.tiers.disk.writes import Writes
 from kvstrata.types import DIGEST_BYTES, I64, FailCause, OffloadKey
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True, gc=False):
     """Where some keys lie: length (-1: not held), segment and place of each, and their digests, concatenated."""
 
     lengths: list[int]
@@ -146,7 +145,7 @@ class Reads:
 
     def _drop_version(self, keys: list[OffloadKey], segment: Segment, places: list[int]) -> None:
         """Only what was read is bad: a version that was stored meanwhile lies elsewhere."""
-        self._desk.insert_added()
+        self._desk.fill_written()
         index = self._desk.index
         rows = index.find(words_of(keys))
         ours = (rows >= 0) & (index.segment[rows] == segment.number) & (index.offset[rows] == places)

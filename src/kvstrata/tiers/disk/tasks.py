@@ -11,10 +11,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvstrata.types import DIGEST_BYTES
+from kvstrata.tiers.disk.format import BLOCK
+from kvstrata.types import DIGEST_BYTES, KEY_BYTES
 
 
-class WriteBatch(msgspec.Struct, array_like=True, frozen=True, tag=1):
+class WriteBatch(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=1):
     """Write one header block and its payloads. `digests` empty: make them from the payloads."""
 
     task_id: int
@@ -29,7 +30,9 @@ class WriteBatch(msgspec.Struct, array_like=True, frozen=True, tag=1):
     wall_us: int
     keys: bytes
     places: list[int]
+    """Empty if `straight`: then the payloads follow each other, and the first one the header block."""
     lengths: list[int]
+    """A single one if all are equal."""
     memory: list[int]
     digests: bytes
     straight: bool
@@ -37,8 +40,16 @@ class WriteBatch(msgspec.Struct, array_like=True, frozen=True, tag=1):
     fresh: bool = False
     """The segment was never written before: the file system has something to do for each call."""
 
+    def layout(self) -> tuple[list[int], list[int]]:
+        """Place and length of each payload."""
+        count = len(self.keys) // KEY_BYTES
+        lengths = self.lengths if len(self.lengths) == count else self.lengths * count
+        if not self.straight or not count:
+            return self.places, lengths
+        return list(itertools.accumulate(lengths[:-1], initial=self.start + BLOCK)), lengths
 
-class ReadUnit(msgspec.Struct, array_like=True, frozen=True, tag=2):
+
+class ReadUnit(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=2):
     """Read neighbouring payloads of one segment into their slots and verify them there."""
 
     task_id: int
@@ -53,7 +64,7 @@ class ReadUnit(msgspec.Struct, array_like=True, frozen=True, tag=2):
     """Index of its first key in the load that it was cut from."""
 
 
-class ReadEven(msgspec.Struct, array_like=True, frozen=True, tag=8):
+class ReadEven(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=8):
     """Read payloads of one size and of one segment that need no bounce buffer, in the order of their places.
 
     Who runs it may cut it into units and run these at once; it has one answer in any case.
@@ -129,7 +140,7 @@ Load: TypeAlias = ReadUnit | ReadEven
 Task: TypeAlias = WriteBatch | ReadUnit | ReadEven | MoveBatch | Prepare | Sync | SelfTest
 
 
-class Done(msgspec.Struct, array_like=True, frozen=True):
+class Done(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The end of a task: `cause` is empty if it worked. A read also names the keys that failed, by index."""
 
     task_id: int

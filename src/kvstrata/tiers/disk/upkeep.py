@@ -80,7 +80,7 @@ class Upkeep:
 
     def _reclaim(self, victim: Segment) -> None:
         desk = self._desk
-        desk.insert_added()
+        desk.fill_written()
         victim.move(SegmentState.RECLAIMING)
         desk.space.changing = victim
         for realm, index in list(desk.indexes.items()):
@@ -112,9 +112,9 @@ class Upkeep:
         desk = self._desk
         start = target.place(plan.span)
         old, lengths = index.offset[rows].astype(np.int64), index.length[rows].astype(np.int64)
-        new = np.array(plan.places, np.int64) + start
+        new = plan.places_from(start)
         op = MoveOp(index, index.key[rows], victim, old, target, start, new)
-        batch = WriteOp(BatchKind.RECORDS, desk.realm, None, plan, packed=op.words.tobytes())
+        batch = WriteOp(BatchKind.RECORDS, desk.realm, op.words.tobytes(), plan=plan)
         batch.digests = index.digest[rows].tobytes()
         batch.lengths = lengths.tolist()
         self._moves += 1
@@ -125,7 +125,7 @@ class Upkeep:
     def move_answered(self, op: MoveOp, done: Done) -> None:
         """Hot records lie at their new place, or are lost to it."""
         desk, index = self._desk, op.index
-        desk.insert_added()
+        desk.fill_written()
         self._moves -= 1
         op.target.finish(op.start, not done.cause)
         if index is desk.index:  # else it was purged meanwhile
@@ -160,7 +160,7 @@ class Upkeep:
         desk = self._desk
         keys, self._departing = self._departing, []
         if keys:
-            gone = desk.index.find(words_of(keys)) < 0
+            gone = desk.index.find_held(words_of(keys)) < 0
             keys = [keys[place] for place in np.flatnonzero(gone).tolist()]
         if keys:
             desk.events.append(KeysRemoved(keys))
@@ -186,7 +186,7 @@ class Upkeep:
 
     def prepare_answered(self, op: PrepareOp, done: Done) -> None:
         """An empty segment is there, or could not be made."""
-        self._desk.insert_added()
+        self._desk.fill_written()
         self._tell_departed()
         space = self._desk.space
         if not done.cause:
@@ -259,7 +259,7 @@ class Upkeep:
 
     def _checkpoint_fits(self) -> bool:
         desk = self._desk
-        desk.insert_added()  # what was answered before a checkpoint has to be in it
+        desk.fill_written()  # what was answered before a checkpoint has to be in it
         return desk.space.checkpoint_fits(len(desk.indexes), sum(index.count for index in desk.indexes.values()))
 
     def step_snapshot(self) -> None:

@@ -76,12 +76,12 @@ class Volume:
             if fit:
                 answers[fit] = self.probe([keys[place] for place in fit])
             return answers
-        answers = (self.desk.index.find(words_of(keys)) >= 0).astype(np.int8)
+        index = self.desk.index
+        rows = index.find(words_of(keys))
+        answers = (rows >= 0).astype(np.int8)
         answers *= np.int8(Presence.PRESENT)
-        if self.writes.pending:
-            for place in np.flatnonzero(answers == Presence.ABSENT).tolist():
-                if self.writes.is_pending(keys[place]):
-                    answers[place] = Presence.UNKNOWN
+        if index.pending:
+            answers[rows != index.held(rows)] = Presence.UNKNOWN
         return answers
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -123,9 +123,9 @@ class Volume:
         """Drop a namespace; the ticket is answered when that is durable."""
         desk, ticket = self.desk, self._take_ticket()
         self.intake.empty()
-        desk.insert_added()
+        desk.fill_written()
         if namespace == desk.realm.namespace:
-            self.writes.drop_pending(list(self.writes.pending))
+            self.writes.drop_all()
         for realm in [realm for realm in desk.indexes if realm.namespace == namespace]:
             index = desk.indexes.pop(realm)
             rows = index.live_rows()

@@ -138,9 +138,10 @@ class Workshop:
 
     def _write(self, task: WriteBatch) -> Steps:
         digests = task.digests
+        places, lengths = task.layout()
         if not digests and task.kind == BatchKind.RECORDS:
-            digests = self._digests(task.memory, task.lengths)
-        header = _header_block(task, digests)
+            digests = self._digests(task.memory, lengths)
+        header = _header_block(task, digests, places, lengths)
         if task.kind == BatchKind.RECORDS and not task.straight:
             memory = self._assemble(task, header)
             parts, size = [(memory, 0, task.span)], task.span
@@ -149,8 +150,8 @@ class Workshop:
             memory.view[:] = header
             parts, size = [(memory, 0, BLOCK)], BLOCK
             if task.kind == BatchKind.RECORDS:
-                parts += [(self._memory, at, length) for at, length in runs(task.memory, task.lengths)]
-                size += sum(task.lengths)
+                parts += [(self._memory, at, length) for at, length in runs(task.memory, lengths)]
+                size += sum(lengths)
         yield Call(self._handle(task.segment), True, parts, task.start, size)
         return Done(task.task_id, digests=b"" if task.digests else digests)
 
@@ -259,12 +260,11 @@ class Workshop:
 
     def _move(self, task: MoveBatch) -> Steps:
         batch = task.batch
+        places, lengths = batch.layout()
         moved = aligned_memory(batch.span)
         handle = self._handle(task.source)
         bad: Failures = []
-        for index, (source, place, length) in enumerate(
-            zip(task.source_places, batch.places, batch.lengths, strict=True)
-        ):
+        for index, (source, place, length) in enumerate(zip(task.source_places, places, lengths, strict=True)):
             start = source // SECTOR * SECTOR
             size = align_up(source + length, SECTOR) - start
             raw = aligned_memory(size)
@@ -274,7 +274,7 @@ class Workshop:
                 moved.view[place - batch.start : place - batch.start + length] = piece
             else:  # a record that is bad at its old place stays bad at the new one: its digest does not fit
                 bad.append((index, str(FailCause.CORRUPT)))
-        moved.view[:BLOCK] = _header_block(batch, batch.digests)
+        moved.view[:BLOCK] = _header_block(batch, batch.digests, places, lengths)
         yield Call(self._handle(batch.segment), True, [(moved, 0, batch.span)], batch.start, batch.span)
         return Done(task.task_id, failed=bad)
 
@@ -348,8 +348,8 @@ def _digest(task: ReadUnit | WriteBatch, index: int) -> bytes:
     return task.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
 
-def _header_block(task: WriteBatch, digests: bytes) -> bytes:
-    records = make_records(task.keys, digests, task.places, task.lengths) if task.keys else None
+def _header_block(task: WriteBatch, digests: bytes, places: list[int], lengths: list[int]) -> bytes:
+    records = make_records(task.keys, digests, places, lengths) if task.keys else None
     realm = Realm(task.namespace, task.layout_tag)
     kind = BatchKind(task.kind)
     return pack_batch(kind, realm, task.segment_id, task.seq, task.start, task.span, task.wall_us, records)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from kvstrata.tiers.disk.desk import Desk, Fresh
-from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, BatchKind, Realm
+from kvstrata.tiers.disk.desk import Desk, Written
+from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, BatchKind, Realm, Words
+from kvstrata.tiers.disk.index import words_of
 from kvstrata.tiers.disk.jobs import Job, WriteOp
 from kvstrata.tiers.disk.planning import BatchPlan, even_batches, even_size, pieces, plan_batches
 from kvstrata.tiers.disk.segment import Segment, padded_sum
@@ -24,7 +25,8 @@ class Writes:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self.pending: dict[OffloadKey, WriteOp] = {}
+        self.unwritten: dict[WriteOp, None] = {}
+        """Batches of stores that are queued or in flight, in their order: a set."""
         self.waiters: dict[OffloadKey, list[tuple[Job, int]]] = {}
         self.queue: deque[WriteOp] = deque()
         self.space_cause = FailCause.NO_SPACE
@@ -33,25 +35,27 @@ class Writes:
         self.sync: Callable[[list[int]], None] = lambda tickets: None
         self._bytes = 0  # queued or in flight
 
-    def is_pending(self, key: OffloadKey) -> bool:
-        """Whether the key is being written, and was not removed meanwhile."""
-        return key in self.pending
-
     # jobs
 
-    def submit(self, state: Job, packed: bytes, rows: I64) -> None:
-        """Queue what is not held yet. `packed`: the job's keys, concatenated; `rows`: where they are, or -1."""
-        picks = list(range(len(rows))) if rows.max() < 0 else self._not_held(state, rows)
-        fresh = self._not_pending(state, picks, state.job.keys) if picks else picks
-        if fresh:
-            self._queue_store(state, fresh, packed)
+    def submit_new(self, state: Job, packed: bytes, rows: I64) -> None:
+        """Queue a job of distinct keys that are not there. `packed`: its keys, concatenated; `rows`: reserved ones."""
+        self._queue_store(state, range(len(rows)), packed, rows)
 
-    def _not_held(self, state: Job, rows: I64) -> list[int]:
+    def submit(self, state: Job, packed: bytes, words: Words, rows: I64) -> None:
+        """Queue what is not held yet, and is not being written. `rows`: where the keys are, or -1."""
+        lengths, index = np.array(state.job.lengths, np.int64), self._desk.index
+        picks = self._not_pending(state, self._not_held(state, index.held(rows), lengths))
+        if picks:
+            mine = np.full(len(rows), -1, np.int64)
+            mine[picks] = index.reserve(words[picks], lengths[picks])
+            self._queue_store(state, picks, packed, mine)
+
+    def _not_held(self, state: Job, held: I64, lengths: I64) -> list[int]:
         """Those picks that are not held; the others are reported."""
-        lengths, held = np.array(state.job.lengths, np.int64), rows >= 0
-        held &= self._same_length(rows, held, lengths)
-        self._desk.jobs.report(state, np.flatnonzero(held).tolist())
-        picks: list[int] = np.flatnonzero(~held).tolist()
+        there = held >= 0
+        there &= self._same_length(held, there, lengths)
+        self._desk.jobs.report(state, np.flatnonzero(there).tolist())
+        picks: list[int] = np.flatnonzero(~there).tolist()
         return picks
 
     def fail(self, job: Job, picks: Iterable[int], cause: FailCause) -> None:
@@ -67,66 +71,75 @@ class Writes:
         self._desk.forget_rows(index, np.unique(rows[held & ~same]))
         return same
 
-    def _not_pending(self, state: Job, picks: list[int], keys: Sequence[OffloadKey]) -> list[int]:
+    def _not_pending(self, state: Job, picks: list[int]) -> list[int]:
         """Those picks that nobody is writing; the others wait for whoever does."""
-        wanted = keys if len(picks) == len(keys) else [keys[pick] for pick in picks]
-        if len(set(wanted)) == len(wanted) and (not self.pending or self.pending.keys().isdisjoint(wanted)):
-            return picks
+        keys = [state.job.keys[pick] for pick in picks]
+        pending = set(self._pending_of(keys))
         fresh: list[int] = []
-        mine: set[OffloadKey] = set()
-        for pick, key in zip(picks, wanted, strict=True):
-            if key in mine or key in self.pending:
+        for pick, key in zip(picks, keys, strict=True):
+            if key in pending:
                 self.waiters.setdefault(key, []).append((state, pick))
             else:
-                mine.add(key)
+                pending.add(key)
                 fresh.append(pick)
         return fresh
 
-    def _queue_store(self, state: Job, picks: list[int], packed: bytes) -> None:
+    def _pending_of(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the keys that are being written."""
+        index = self._desk.index
+        if not index.pending or not keys:
+            return []
+        rows = index.find(words_of(keys))
+        return [keys[place] for place in np.flatnonzero(rows != index.held(rows)).tolist()]
+
+    def _queue_store(self, state: Job, picks: Sequence[int], packed: bytes, rows: I64) -> None:
+        """Queue some of a job; `rows`: the reserved row of each key of the job."""
         job, desk = state.job, self._desk
         largest = desk.space.sizes.segment_bytes - BLOCK
         size = even_size(job.lengths, job.offsets, desk.address)
         if 0 < size <= largest - BLOCK:
             plans = even_batches(picks, size, largest)
         else:
-            plans = self._plan_uneven(state, picks, largest)
+            size, plans = 0, self._plan_uneven(state, picks, largest, rows)
         refused: list[int] = []
         for plan in plans:
             if self._bytes and self._bytes + plan.span > desk.settings.queue_bytes:
                 refused += plan.picks
                 continue
-            self._queue_batch(state, plan, packed)
+            self._queue_batch(state, plan, packed, rows, size)
         if refused:
-            self._fail_writes(state, refused, FailCause.REFUSED)
+            self._fail_writes(state, refused, rows, FailCause.REFUSED)
 
-    def _plan_uneven(self, state: Job, picks: list[int], largest: int) -> list[BatchPlan]:
+    def _plan_uneven(self, state: Job, picks: Sequence[int], largest: int, rows: I64) -> list[BatchPlan]:
         job, chosen = state.job, np.array(picks, np.int64)
         sizes = np.array(job.lengths, np.int64)[chosen]
         large = sizes > largest - BLOCK
         if large.any():
-            self._fail_writes(state, chosen[large].tolist(), FailCause.NO_SPACE)
+            self._fail_writes(state, chosen[large].tolist(), rows, FailCause.NO_SPACE)
             chosen, sizes = chosen[~large], sizes[~large]
         memory = np.array(job.offsets, np.int64)[chosen] + self._desk.address
         return plan_batches(chosen, memory, sizes, largest) if len(chosen) else []
 
-    def _queue_batch(self, state: Job, plan: BatchPlan, packed: bytes) -> None:
+    def _queue_batch(self, state: Job, plan: BatchPlan, packed: bytes, rows: I64, size: int) -> None:
+        """`size`: of each chunk, if they are even."""
         job, picks = state.job, plan.picks
         first, last = picks[0], picks[-1] + 1
-        if plan.straight and last - first == len(picks):  # neighbours of the job, in its order
-            keys, packed = list(job.keys[first:last]), packed[first * KEY_BYTES : last * KEY_BYTES]
-            lengths, memory = list(job.lengths[first:last]), list(job.offsets[first:last])
+        if last - first == len(picks):  # neighbours of the job, in its order
+            own, packed = rows[first:last], packed[first * KEY_BYTES : last * KEY_BYTES]
+            lengths, memory = job.lengths[first:last], list(job.offsets[first:last])
         else:
-            keys = [job.keys[pick] for pick in picks]
-            packed = b"".join(keys)
+            own = rows[list(picks)]
+            packed = b"".join([job.keys[pick] for pick in picks])
             lengths, memory = [job.lengths[pick] for pick in picks], [job.offsets[pick] for pick in picks]
-        op = WriteOp(BatchKind.RECORDS, self._desk.realm, state, plan, keys, packed)
-        op.lengths, op.memory, op.digests = lengths, memory, pieces(job.digests, picks)
-        self.pending.update(dict.fromkeys(keys, op))
+        op = WriteOp(BatchKind.RECORDS, self._desk.realm, packed, state, plan, own)
+        op.lengths, op.memory, op.digests = [size] if size else list(lengths), memory, pieces(job.digests, picks)
+        self.unwritten[op] = None
         self._bytes += plan.span
         self.queue.append(op)
 
-    def _fail_writes(self, state: Job, picks: list[int], cause: FailCause) -> None:
+    def _fail_writes(self, state: Job, picks: list[int], rows: I64, cause: FailCause) -> None:
         """These keys of a store will not be written; whoever waited for them fails too."""
+        self._desk.index.delete(rows[picks])
         self.fail(state, picks, cause)
         self._tell_waiters([state.job.keys[pick] for pick in picks], cause)
 
@@ -149,19 +162,27 @@ class Writes:
         """Queue log entries; the ticket is answered when they are durable."""
         parts = [keys[at : at + RECORDS_PER_BATCH] for at in range(0, len(keys), RECORDS_PER_BATCH)]
         for part in parts or ([[]] if kind is not BatchKind.REMOVE else []):
-            op = WriteOp(kind, realm or self._desk.realm, keys=list(part), packed=b"".join(part))
+            op = WriteOp(kind, realm or self._desk.realm, b"".join(part))
             op.tickets = [ticket] if ticket else []
             self._bytes += op.span
             self.queue.append(op)
 
     def drop_pending(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """What is being written under these keys is not to be seen; returns those keys."""
-        dropped = [key for key in set(keys) if key in self.pending]
-        for key in dropped:
-            op = self.pending.pop(key)
-            op.dead = (op.dead or set()) | {key}
-            self._tell_waiters([key], FailCause.CANCELLED)
+        dropped = self._pending_of([key for key in set(keys) if len(key) == KEY_BYTES])
+        if dropped:
+            left, index = set(dropped), self._desk.index
+            for op in self.unwritten:
+                op.dead |= left.intersection(op.keys)
+            index.delete(index.find(words_of(dropped)))
+            self._tell_waiters(dropped, FailCause.CANCELLED)
         return dropped
+
+    def drop_all(self) -> None:
+        """The same for everything that is being written; the index is given up with it."""
+        for op in self.unwritten:
+            op.dead.update(op.keys)
+        self._tell_waiters(list(self.waiters), FailCause.CANCELLED)
 
     def drop_versions(self, rows: I64) -> None:
         """Forget records that are bad, durably in time: a scan must not find them again."""
@@ -206,7 +227,6 @@ class Writes:
     def _write(self, op: WriteOp, segment: Segment) -> None:
         op.segment, op.start = segment, segment.place(op.span)
         task = self.batch_task(self._desk.new_task(op), op, segment, op.start)
-        op.places = task.places
         if op.job is not None:
             op.job.tasks.add(task.task_id)
         self._desk.workers.push(task)
@@ -214,7 +234,9 @@ class Writes:
     def batch_task(self, task_id: int, op: WriteOp, segment: Segment, start: int) -> WriteBatch:
         """The task that writes a batch at its place."""
         plan = op.plan
-        places = plan.places_from(start) if plan is not None else [start] * len(op.keys)
+        count = len(op.packed) // KEY_BYTES
+        straight = plan is not None and plan.straight
+        places = [] if straight else [start] * count if plan is None else plan.places_from(start).tolist()
         return WriteBatch(
             task_id,
             segment.number,
@@ -228,10 +250,10 @@ class Writes:
             self._desk.wall_us(),
             op.packed,
             places,
-            op.lengths or [0] * len(op.keys),
+            op.lengths or [0] * count,
             op.memory,
             op.digests,
-            plan is not None and plan.straight,
+            straight,
             segment.fresh,
         )
 
@@ -249,44 +271,40 @@ class Writes:
             segment.finish(op.start, not done.cause)
             if op.job is not None:
                 op.job.tasks.discard(done.task_id)
-            if not done.cause and op.plan is not None:
-                self._add(op, op.plan, segment, op.digests or done.digests)
         self._end(op, done)
-
-    def _add(self, op: WriteOp, plan: BatchPlan, segment: Segment, digests: bytes) -> None:
-        fresh = Fresh(op.packed, digests, segment.number, op.places, op.lengths)
-        if op.dead:
-            alive = [index for index, key in enumerate(op.keys) if key not in op.dead]
-            fresh.packed = b"".join([op.keys[index] for index in alive])
-            fresh.digests = b"".join([digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in alive])
-            fresh.places, fresh.lengths = [op.places[i] for i in alive], [op.lengths[i] for i in alive]
-        lengths = fresh.lengths
-        self._desk.add(fresh, sum(lengths) if plan.straight else padded_sum(np.array(lengths, np.int64)))
 
     def _end(self, op: WriteOp, done: Done) -> None:
         self._bytes -= op.span
-        if op.job is not None and op.plan is not None:
-            self._end_store(op, op.job, op.plan.picks, FailCause(done.cause) if done.cause else None)
+        if op.job is not None and op.plan is not None and op.rows is not None:
+            del self.unwritten[op]
+            self._end_store(op, op.job, op.plan, op.rows, done)
         elif op.tickets:
             if done.cause or self._desk.leaving:
                 self._desk.events.extend(Flushed(ticket, ok=False) for ticket in op.tickets)
             else:
                 self.sync(op.tickets)
 
-    def _end_store(self, op: WriteOp, job: Job, picks: list[int], cause: FailCause | None) -> None:
-        dead: set[OffloadKey] = op.dead or set()
-        alive = [key for key in op.keys if key not in dead] if dead else op.keys
-        for key in alive:
-            del self.pending[key]
+    def _end_store(self, op: WriteOp, job: Job, plan: BatchPlan, rows: I64, done: Done) -> None:
+        cause = FailCause(done.cause) if done.cause else None
+        alive = [place for place, key in enumerate(op.keys) if key not in op.dead] if op.dead else None
         if cause is not None:
-            self.fail(job, picks, cause)
-        elif not dead:
+            self._desk.index.delete(rows if alive is None else rows[alive])
+            self.fail(job, plan.picks, cause)
+        elif op.segment is not None:
+            places, digests, picks = plan.places_from(op.start), op.digests or done.digests, plan.picks
+            lengths = op.lengths if len(op.lengths) == len(rows) else op.lengths * len(rows)
+            if alive is not None:
+                rows, places, lengths = rows[alive], places[alive], [lengths[place] for place in alive]
+                digests = b"".join([digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in alive])
+                picks = [plan.picks[place] for place in alive]
+            payload = sum(lengths) if plan.straight else padded_sum(np.array(lengths, np.int64))
+            if len(rows):
+                self._desk.add(Written(rows, digests, op.segment.number, places), payload)
             self._desk.jobs.report(job, picks)
-        else:
-            pairs = list(zip(picks, op.keys, strict=True))
-            self._desk.jobs.report(job, [pick for pick, key in pairs if key not in dead])
-            self.fail(job, [pick for pick, key in pairs if key in dead], FailCause.CANCELLED)
-        self._tell_waiters(alive, cause)
+            if alive is not None:
+                self.fail(job, sorted(set(plan.picks) - set(picks)), FailCause.CANCELLED)
+        if self.waiters:
+            self._tell_waiters([key for key in op.keys if key not in op.dead], cause)
 
     def _tell_waiters(self, keys: list[OffloadKey], cause: FailCause | None) -> None:
         if not self.waiters:
