@@ -150,16 +150,16 @@ def test_the_calls_of_a_store(rig: Rig) -> None:
     batches = rig.chunk // (32 * KIB)  # of 2 MiB
     alone = rig.store([0])
     assert tasks_of(rig, "WriteBatch") == batches
-    assert alone <= 340 + 75 * batches
-    assert rig.store(range(1, 17)) <= 56 + 76 * batches
+    assert alone <= 284 + 78 * batches
+    assert rig.store(range(1, 17)) <= 52 + 76 * batches
 
 
 def test_the_calls_of_a_load(rig: Rig) -> None:
     rig.store(range(16))
     rig.load([0])
-    assert rig.load([1]) <= 235
+    assert rig.load([1]) <= 231
     assert tasks_of(rig, "ReadEven") == 1
-    assert rig.load(range(16)) <= 83
+    assert rig.load(range(16)) <= 81
 
 
 def test_the_calls_of_a_poll_that_finds_nothing(rig: Rig) -> None:
@@ -179,4 +179,4 @@ def test_a_store_that_looks_at_each_key_is_found(rig: Rig, monkeypatch: pytest.M
         plain(self, state, packed, rows)
 
     monkeypatch.setattr(Writes, "submit_new", looks)
-    assert rig.store(range(16)) > 76 * rig.chunk // (32 * KIB) + 56
+    assert rig.store(range(16)) > 76 * rig.chunk // (32 * KIB) + 52

@@ -93,3 +93,19 @@ def test_a_tag_that_looks_like_an_empty_or_a_deleted_place(monkeypatch: pytest.M
         index.delete(index.find(words_of(keys[:11])))
         assert (index.find(words_of(keys)) >= 0).tolist() == [False] * 11 + [True]
         assert index.find(words_of(chunk_keys(12, start=50))).tolist() == [-1] * 12
+
+
+def test_a_key_far_from_its_home_place_is_not_taken_for_a_new_one() -> None:
+    index = Index(16)
+    near = [key for key in chunk_keys(2000) if int(index._home(hashes_of(words_of([key])))[0]) == 3]
+    held, new = near[:16], near[16:18]  # sixteen in a row from place 3 on: twice as far as the first look reaches
+    insert(index, held, 1)
+    assert index._home(hashes_of(words_of(held))).tolist() == [3] * 16
+    for key in held:
+        words = words_of([key])
+        assert index.reserve_absent(words, 7, hashes_of(words)) is None
+    words = words_of(new)
+    rows = index.reserve_absent(words, 7, hashes_of(words))
+    assert rows is not None
+    assert index.find(words_of(near[:18])).tolist() == [*range(16), *rows.tolist()]
+    assert index.find_held(words_of(near[:18])).tolist() == [*range(16), -1, -1]

@@ -189,6 +189,11 @@ class Desk:
         if not self._written:
             return
         written, self._written, self._written_count = self._written, [], 0
+        if len(written) == 1:
+            (only,) = written
+            digests = np.frombuffer(only.digests, "<u8").reshape(-1, 2)
+            self._index.fill(only.rows, only.segment, only.places, digests)
+            return
         rows = np.concatenate([each.rows for each in written])
         numbers = np.repeat([each.segment for each in written], [len(each.rows) for each in written])
         digests = np.frombuffer(b"".join([each.digests for each in written]), "<u8").reshape(-1, 2)

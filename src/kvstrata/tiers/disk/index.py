@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.tiers.disk.format import KEY_WORDS, Words
-from kvstrata.types import I32, I64, KEY_BYTES, OffloadKey
+from kvstrata.types import I32, I64, KEY_BYTES, Bool, OffloadKey
 
 U64 = npt.NDArray[np.uint64]
 
@@ -45,6 +45,8 @@ _WEIGHT_NUMBERS = _WEIGHTS.tolist()
 _NINE = struct.Struct("<9I")
 _ALL = (1 << 64) - 1
 _STEPS = np.arange(_WINDOW, dtype=np.int64)
+_any, _all = np.logical_or.reduce, np.logical_and.reduce
+"""Of few keys the cost is the number of calls, and these are what `any` and `all` come to after some."""
 
 
 def words_of(keys: Sequence[OffloadKey]) -> Words:
@@ -72,7 +74,7 @@ def hashes_of(words: Words) -> U64:
 
 def _values(hashes: U64, rows: I64) -> U64:
     """What the table holds for rows."""
-    return (hashes << _HALF) | (rows + 2).astype(np.uint64)
+    return (hashes << _HALF) | (rows + 2).view(np.uint64)
 
 
 class Index:
@@ -147,7 +149,7 @@ class Index:
     # table
 
     def _home(self, hashes: U64) -> I64:
-        return (hashes >> self._shift).astype(np.int64)
+        return (hashes >> self._shift).view(np.int64)
 
     def _rebuild(self, wanted: int) -> None:
         bits = max(5, (2 * max(wanted, 1) - 1).bit_length())
@@ -205,7 +207,7 @@ class Index:
         if hashes is None:
             hashes = hashes_of(words)
         tags = (hashes << _HALF)[:, None]
-        at = (hashes >> self._shift).astype(np.int64)[:, None]
+        at = self._home(hashes)[:, None]
         table, mask, rows_end = self._table, len(self._table) - 1, np.uint64(self._used)
         todo: I64 | None = None  # None: all of them
         while True:
@@ -217,9 +219,9 @@ class Index:
                 row = low[which, column].astype(np.int64)
                 if todo is not None:
                     which = todo[which]
-                same = (self.key.take(row, axis=0) == words.take(which, axis=0)).all(axis=1)
+                same = _all(self.key.take(row, axis=0) == words.take(which, axis=0), axis=1)
                 rows[which[same]] = row[same]  # a key is there once; other hits only share its tag
-            more = found.all(axis=1)  # no empty place yet
+            more: Bool = _all(found, axis=1)  # no empty place yet
             more &= (rows if todo is None else rows.take(todo)) < 0
             left = more.nonzero()[0]
             if not len(left):
@@ -273,16 +275,18 @@ class Index:
         home, table, mask = self._home(hashes), self._table, len(self._table) - 1
         places = (home[:, None] + _STEPS) & mask
         found = table.take(places)
-        if (((found ^ (hashes << _HALF)[:, None]) - _ROW_BASE) < np.uint64(self._used)).any():
+        seems: Bool = ((found ^ (hashes << _HALF)[:, None]) - _ROW_BASE) < np.uint64(self._used)
+        if _any(seems, axis=None):
             return None
-        unsure = np.flatnonzero(found.all(axis=1))  # no empty place yet
-        if len(unsure) and self.find(words.take(unsure, axis=0), hashes.take(unsure)).max() >= 0:
+        full: Bool = _all(found, axis=1)
+        if self._seem_further_on(home[full].tolist(), hashes[full].tolist()):
             return None
         rows = self._new_rows(words, lengths)
         values = _values(hashes, rows)
         first = (found <= _DELETED).argmax(axis=1) + np.arange(0, count * _WINDOW, _WINDOW)
-        spots, was = places.ravel().take(first), found.ravel().take(first)
-        fit = np.flatnonzero(was <= _DELETED)
+        spots, was = places.reshape(-1).take(first), found.reshape(-1).take(first)
+        free: Bool = was <= _DELETED
+        fit = free.nonzero()[0]
         table[spots.take(fit)] = values.take(fit)
         left = table.take(spots) != values  # of those that want the same place the last one has it
         if self._deleted:
@@ -290,12 +294,23 @@ class Index:
         self._place_each(home[left].tolist(), values[left].tolist())
         return self._mark_pending(rows)
 
+    def _seem_further_on(self, at: list[int], hashes: list[int]) -> bool:
+        """Whether a key of one of these tags lies behind the window of its home place, before an empty one."""
+        table, mask = memoryview(self._table), len(self._table) - 1  # type: ignore[arg-type]
+        for place, tag in zip(at, hashes, strict=True):
+            place, tag = (place + _WINDOW) & mask, tag & 0xFFFFFFFF
+            while value := table[place]:
+                if value >> 32 == tag:
+                    return True
+                place = (place + 1) & mask
+        return False
+
     def _mark_pending(self, rows: I64) -> I64:
         self.segment[rows] = PENDING
         self.pending += len(rows)
         return rows
 
-    def fill(self, rows: I64, segments: I32, offsets: npt.ArrayLike, digests: U64) -> None:
+    def fill(self, rows: I64, segments: I32 | int, offsets: npt.ArrayLike, digests: U64) -> None:
         """The records of reserved rows were written."""
         self.segment[rows] = segments
         self.offset[rows] = offsets
