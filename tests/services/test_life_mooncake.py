@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,9 +195,9 @@ def test_mooncake_engine_that_starts_and_ends_while_the_master_hangs(mooncake_se
         mooncake_server.freeze()
         assert other.ask("load b 4") == "loaded 0"
         started = time.monotonic()
-        # The library's own exit handler aborts now and then when it cannot say good-bye; nothing of ours is left to do.
-        assert other.end(60) in (0, -signal.SIGABRT)
-        assert time.monotonic() - started < 40
+        # Three time-outs to give the part back, and no good-bye of the library, which would take ten more or abort.
+        assert other.end(60) == 0
+        assert time.monotonic() - started < 10
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ the processors from each other. Digests are made and checked while another batch
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import re
@@ -59,8 +60,26 @@ RPC_BOUNDS = ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS")
 """What the library reads for the longest time of a call to the master, when it is first used in a process."""
 
 
-_LEFT: list[Any] = []
-"""Connections that could not be closed."""
+_hurried: list[bool] = []
+
+
+def end_without_good_bye() -> None:
+    """Have this process end at once when its time has come, after all that Python does at its end; idempotent.
+
+    The library's exit handler says good-bye to servers that do not answer, one time-out after the other, and now and
+    then aborts. C's own buffers are written out first; exit handlers in C that were there before this call are passed
+    over. Nothing is done where the C library has no `on_exit`.
+    """
+    c: Any = ctypes.CDLL(None)
+    if _hurried or not (hasattr(c, "on_exit") and hasattr(c, "fcloseall")):
+        return
+    _hurried.append(True)
+    for step in (c._exit, c.fcloseall):  # the last one that is registered is the first one that is called
+        c.on_exit(step, None)  # with the exit status, which is what `_exit` takes
+
+
+GOOD_BYE_S = 1.0
+"""So long a server may take to show that it is there before the library says good-bye to it."""
 
 
 def library(timeout_s: float | None = None) -> Any:
@@ -146,26 +165,28 @@ class MooncakeClient:
 
     def _connect(self) -> Any:
         at, store = self.connection, library().MooncakeDistributedStore()
-        self._look_for_servers()  # the library itself would try for a minute and a half
+        self._look_for_servers(self._timeout_s)  # the library itself would try for a minute and a half
         code = store.setup(
             at.hostname, at.metadata, at.segment, len(self._arena.view), at.protocol, at.devices, at.master
         )
         if code != 0:
             raise PlaceError(f"master {at.master} or metadata server {at.metadata} cannot be used (code {code})")
+        # Only `close` gives it up: what is freed while the interpreter ends says good-bye, whoever answers.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
         return store
 
-    def _look_for_servers(self) -> None:
-        """Whether both servers can be reached at all."""
+    def _look_for_servers(self, timeout_s: float) -> None:
+        """Whether both servers can be reached at all. Raises `PlaceError`."""
         at = self.connection
         host, _, port = at.master.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), self._timeout_s).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
         except (OSError, ValueError) as error:
             raise PlaceError(f"master {at.master} cannot be reached: {error}") from None
         if not at.metadata.startswith("http"):
             return
         try:
-            urllib.request.urlopen(f"{at.metadata}?key=kvstrata", timeout=self._timeout_s).close()
+            urllib.request.urlopen(f"{at.metadata}?key=kvstrata", timeout=timeout_s).close()
         except urllib.error.HTTPError as answer:
             answer.close()  # it answers: there is no such key
         except (OSError, ValueError) as error:
@@ -182,8 +203,9 @@ class MooncakeClient:
             self._registered.append(address)
 
     def close(self) -> None:
-        """Disconnect. A store that was given is only let go of; one whose master does not answer is left to the end of
-        the process, since saying good-bye to it could outlast everybody's patience.
+        """Disconnect. A store that was given is only let go of; one whose servers do not answer is left as it is.
+
+        Its good-bye would outlast everybody's patience, and the library keeps the interpreter's lock meanwhile.
         """
         store, self.store = self.store, None
         registered, self._registered = self._registered, []
@@ -191,13 +213,27 @@ class MooncakeClient:
         self._bad.clear()
         if store is None:
             return
-        if store is not self._given and store.is_exist(self.prefix) < 0:
-            _LEFT.append(store)
+        if store is not self._given and not self._answers(store):
+            end_without_good_bye()
             return
         for address in registered:
             store.unregister_buffer(address)
         if store is not self._given:
             store.close()
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(store))
+
+    @property
+    def is_left(self) -> bool:
+        """Whether there still is a connection of our own."""
+        return self.store is not None and self.store is not self._given
+
+    def _answers(self, store: Any) -> bool:
+        """Whether the master and its metadata server are well. The library's own call may take three time-outs."""
+        try:
+            self._look_for_servers(min(GOOD_BYE_S, self._timeout_s))
+        except PlaceError:
+            return False
+        return int(store.is_exist(self.prefix)) >= 0
 
     # names
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.mooncake.arena import RECORDS
-from kvstrata.tiers.mooncake.client import Connection, MooncakeClient, library
+from kvstrata.tiers.mooncake.client import Connection, MooncakeClient, end_without_good_bye, library
 from kvstrata.tiers.server.tier import CommonOptions, ServerTier
 from kvstrata.types import Capabilities, Locality, Medium
 
@@ -77,6 +77,12 @@ class MooncakeTier(ServerTier):
         """As every tier over a server; primary is registered once, when the connection is made."""
         self._mooncake.region = context.region
         super().open(context)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """As every tier over a server. A master that has not answered in that time is not waited for again."""
+        super().close(timeout)
+        if self._mooncake.is_left:
+            end_without_good_bye()
 
 
 def _check(at: str, protocol: str, prefix: str, segment: int, replicas: int) -> None:
