@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from email.utils import formatdate
 from pathlib import Path
@@ -58,12 +59,16 @@ class Server:
         """Whether it serves requests."""
         raise NotImplementedError
 
+    def choose_ports(self) -> None:
+        """Take other ports: nobody promises that a free one stays free until the server has it."""
+        self.port = free_port()
+
     def start(self) -> None:
         """Start, and wait until it answers. A port that was taken meanwhile is replaced, but for a restart."""
         first = self.process is None
         for attempt in range(3):
             if attempt and first:
-                self.port = free_port()
+                self.choose_ports()
             with (self.place / "log.txt").open("ab") as log:
                 self.process = subprocess.Popen(
                     self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.place
@@ -348,7 +353,10 @@ class MooncakeServer(Server):
     def __init__(self, place: Path, address: str = "127.0.0.1") -> None:
         super().__init__(place)
         self.address = address
-        self.metadata_port, self.admin_port = free_port(), free_port()
+        self.choose_ports()
+
+    def choose_ports(self) -> None:
+        self.port, self.metadata_port, self.admin_port = free_port(), free_port(), free_port()
 
     @classmethod
     def program(cls) -> str | None:
@@ -378,6 +386,14 @@ class MooncakeServer(Server):
         ]
 
     def answers(self) -> bool:
+        """All three of its ports do: it opens them one after the other."""
+        try:
+            socket.create_connection((self.address, self.port), 0.5).close()
+            urllib.request.urlopen(f"{self.metadata}?key=none", timeout=0.5).close()
+        except urllib.error.HTTPError as answer:
+            answer.close()  # there is no such key
+        except OSError:
+            return False
         try:
             with urllib.request.urlopen(f"{self.admin}/health", timeout=0.5) as answer:
                 return b"ok" in answer.read()
