@@ -152,6 +152,8 @@ class Cascades:
         if self._moving(tier) if one_at_a_time else tier.cascades_out >= JOBS_OUT:
             return False
         budget = core.inflight_limit - tier.cascading
+        if tier.cascading and self._head_bytes(tier) > budget:
+            return False
         most = 1 if one_at_a_time else min(BATCH, tier.port.capabilities.max_batch)
         piece = self._take_fresh(tier, budget, most)
         if piece is not None:
@@ -170,6 +172,12 @@ class Cascades:
         known = digests if len(digests) == len(keys) else None
         core.commands.append(SubmitStore(tier.index, TierJob(job.job_id, keys, offsets, lengths, known)))
         return True
+
+    def _head_bytes(self, tier: TierState) -> int:
+        """Bytes of the chunk that is first in the tier's queue; 0 if primary does not have it any more."""
+        residency = self._core.residency
+        slot = residency.slot_of(tier.cascades[0])
+        return int(residency.length[slot]) if slot >= 0 and residency.state[slot] == READY else 0
 
     def _take_fresh(self, tier: TierState, budget: int, most: int) -> _Piece | None:
         """The head of the queue, if it is a piece that was published last and nothing has moved since."""

@@ -49,10 +49,11 @@ def _count_free(residency: Residency) -> int:
     """Free bytes by walking over all pages."""
     table, geometry = residency.table, residency.geometry
     free = (geometry.pages - table.carved) * geometry.page_bytes
+    states = table.state.tobytes()
     for page in range(table.carved):
         shape = geometry.classes[int(table.page_class[page])]
         row = int(table.page_row[page])
-        open_slots = int(np.count_nonzero(table.state[row : row + shape.per_page] == FREE))
+        open_slots = states.count(FREE, row, row + shape.per_page)
         free += geometry.page_bytes if open_slots == shape.per_page else open_slots * shape.stride
     return free
 
@@ -72,31 +73,34 @@ def _check_pages(residency: Residency) -> None:
     classes = len(geometry.classes)
     used_slots, used_pages, stuck_slots, stuck_pages = ([0] * classes for _ in range(4))
     empty = [set(pages) for pages in table.empty]
-    in_pages = np.zeros(table.rows, dtype=np.bool_)
+    rows = table.rows
+    state, pins = table.state[:rows], table.pins[:rows]
+    live = state != FREE
+    states, stuck_marks = state.tobytes(), (live & ((state != READY) | (pins > 0))).tobytes()
+    owned, offsets, strides = bytearray(rows), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     for page in range(table.carved):
         kind, row = int(table.page_class[page]), int(table.page_row[page])
         shape = geometry.classes[kind]
-        slots = np.arange(row, row + shape.per_page)
-        _expect(f"rows of page {page} that are another page's", 0, int(np.count_nonzero(in_pages[slots])))
-        in_pages[slots] = True
-        offsets = page * geometry.page_bytes + np.arange(shape.per_page) * shape.stride
-        _expect(f"offsets in page {page}", True, bool((table.offset[slots] == offsets).all()))
-        state = table.state[slots]
-        live = state != FREE
-        fits = table.length[slots][live] <= shape.stride
-        _expect(f"chunks of page {page} that are too long", 0, int(np.count_nonzero(~fits)))
-        used = int(np.count_nonzero(live))
-        stuck = int(np.count_nonzero(live & ((state != READY) | (table.pins[slots] > 0))))
-        _expect(f"used slots of page {page}", int(table.page_used[page]), used)
-        if table.mixed:
+        end = row + shape.per_page
+        if end > rows or owned.count(1, row, end):
+            _expect(f"rows of page {page} that are another page's, or not there", 0, (row, end))
+        owned[row:end] = b"\1" * shape.per_page
+        offsets[row:end] = np.arange(shape.per_page) * shape.stride + page * geometry.page_bytes
+        strides[row:end] = shape.stride
+        used, stuck = shape.per_page - states.count(FREE, row, end), stuck_marks.count(1, row, end)
+        found = used, page in table.partial[kind], page in empty[kind]
+        if found != (int(table.page_used[page]), 0 < used < shape.per_page, not used):
+            _expect(f"used slots of page {page}, partial, empty", (int(table.page_used[page]), *found[1:]), used)
+        if table.mixed and stuck != int(table.page_stuck[page]):
             _expect(f"stuck slots of page {page}", int(table.page_stuck[page]), stuck)
-        _expect(f"page {page} among the partial", page in table.partial[kind], 0 < used < shape.per_page)
-        _expect(f"page {page} among the empty", page in empty[kind], not used)
         used_slots[kind] += used
         used_pages[kind] += used > 0
         stuck_slots[kind] += stuck
         stuck_pages[kind] += stuck > 0
-    _expect("used slots outside of pages", 0, int(np.count_nonzero(table.state[: table.rows][~in_pages])))
+    in_pages = np.frombuffer(owned, np.bool_)
+    _expect("slots at wrong offsets", 0, int(np.count_nonzero((table.offset[:rows] != offsets)[in_pages])))
+    _expect("chunks that are too long", 0, int(np.count_nonzero((live & (table.length[:rows] > strides))[in_pages])))
+    _expect("used slots outside of pages", 0, int(np.count_nonzero(live[~in_pages])))
     _expect("used slots", table.used_slots, used_slots)
     _expect("used pages", table.used_pages, used_pages)
     _expect("stuck slots", table.stuck_slots, stuck_slots)

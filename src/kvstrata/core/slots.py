@@ -33,6 +33,9 @@ class SlotState(enum.IntEnum):
 
 FREE, RESERVED, READY, QUARANTINED = (np.int8(state) for state in SlotState)
 
+_FEW = 24
+"""Up to so many numbers are added faster one by one."""
+
 _ROW_COLUMNS = {
     "state": np.int8,
     "pins": np.int32,
@@ -108,7 +111,10 @@ class SlotTable:
 
     def bytes_of(self, slots: I64) -> int:
         """True bytes of the chunks in used slots."""
-        return len(slots) * self._only_length or int(self.length[slots].sum())
+        if self._only_length:
+            return len(slots) * self._only_length
+        lengths = self.length[slots]
+        return sum(lengths.tolist()) if len(slots) <= _FEW else int(lengths.sum())
 
     def page_of(self, slots: I64) -> I64:
         """The page of each slot that lies in a carved page."""

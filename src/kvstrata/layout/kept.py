@@ -53,10 +53,10 @@ def joint_boundaries(layout: Layout, marks: Iterable[int] | I64, whole: Sequence
     """
     tops = np.array(marks if isinstance(marks, np.ndarray) else list(marks), dtype=np.int64)
     step, idle = layout.boundary_step, layout.idle_step
-    if layout.kind_step == 0 or (idle and step % idle == 0):
+    if not len(tops) or layout.kind_step == 0 or (idle and step % idle == 0):
         return np.zeros_like(tops)
     hard, loose = _bounds(layout, whole)
-    tops = np.clip(tops, 0, max(hard, 0)) // step * step
+    tops = np.minimum(np.maximum(tops, 0), max(hard, 0)) // step * step
     while True:
         before = tops
         for bound, free in loose:
@@ -142,6 +142,8 @@ def _ready(layout: Layout, boundaries: I64, whole: Sequence[int]) -> Bool:
 def ready_at(layout: Layout, boundaries: I64) -> I64:
     """For each boundary the final tokens at which all that it needs is whole, while the request goes on."""
     when = np.zeros(len(boundaries), dtype=np.int64)
+    if not len(boundaries):
+        return when
     for g, (group, tokens) in enumerate(zip(layout.groups, layout.tokens_per_chunk, strict=True)):
         lo, hi = layout.needed(g, boundaries, 0)
         when = np.maximum(when, np.where(lo < hi, hi * tokens + group.drafter, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvstrata.core.requests import Door, Request
+from kvstrata.core.requests import Door, Request, RequestState
 
 GONE = "gone"
 """The state of a request that was finished, while something of it is still under way."""
@@ -20,6 +20,7 @@ PER_KEY = (KEY_NEW, KEY_WAITING, KEY_LOADING, KEY_RUNNING)
 LIVE = TWO_PHASE + PER_KEY
 STATES = (*LIVE, GONE)
 
+_NAMES = {state: state.value for state in RequestState}
 _PER_KEY_NAMES = {
     NEW: KEY_NEW, RESOLVING: KEY_WAITING, READY: KEY_WAITING, LOADING: KEY_LOADING, RUNNING: KEY_RUNNING,
 }  # fmt: skip
@@ -29,7 +30,8 @@ def state_name(request: Request | None) -> str:
     """The name of a request's state in the table; None is a finished request."""
     if request is None:
         return GONE
-    return _PER_KEY_NAMES[request.state.value] if request.door is Door.PER_KEY else request.state.value
+    name = _NAMES[request.state]
+    return _PER_KEY_NAMES[name] if request.door is Door.PER_KEY else name
 
 
 class Coverage:

@@ -50,8 +50,7 @@ class NumpyCopier:
                 end = at + (run.count - 1) * run.place_step + page
                 if at < 0 or end > len(self._primary):
                     raise IndexError(f"bytes {at} to {end} are not in primary")
-                part = self._primary[at:end]
-                view = np.lib.stride_tricks.as_strided(part, (run.count, page), (run.place_step, 1))
+                view: U8 = np.ndarray((run.count, page), np.uint8, self._primary, at, (run.place_step, 1))
                 if load:
                     blocks[:] = view
                 else:

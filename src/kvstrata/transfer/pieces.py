@@ -47,6 +47,9 @@ class Done:
 
 def runs(piece: Piece) -> Iterator[Run]:
     """The piece as few runs, in order of blocks; steps are at least 1."""
+    if len(piece.blocks) == 1:
+        yield Run(int(piece.blocks[0]), int(piece.places[0]), 1, 1, 1)
+        return
     order = np.argsort(piece.blocks, kind="stable")
     blocks, places = piece.blocks[order], piece.places[order]
     block_steps, place_steps = np.diff(blocks), np.diff(places)

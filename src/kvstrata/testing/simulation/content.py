@@ -52,12 +52,16 @@ class Content:
 
     def keys_of(self, hashes: Sequence[bytes]) -> list[list[OffloadKey]]:
         """Keys of the whole chunks of a prompt with these hashes, per group; what they must hold is noted."""
+        return self.note(hashes, 0)
+
+    def note(self, hashes: Sequence[bytes], known: int) -> list[list[OffloadKey]]:
+        """The same for the chunks that end behind the `known` first hashes."""
         shape, out = self.shape, []
         for g, group in enumerate(shape.groups):
             per_block = group.tokens_per_block // shape.tokens_per_hash
             per_chunk = per_block * shape.blocks_per_chunk
             keys = []
-            for chunk in range(len(hashes) // per_chunk):
+            for chunk in range(known // per_chunk, len(hashes) // per_chunk):
                 end = (chunk + 1) * per_chunk
                 key = make_key(hashes[end - 1], g)
                 keys.append(key)

@@ -99,7 +99,7 @@ class SimEngine:
         for at in range(len(hashes) * per, len(request.tokens) - per + 1, per):
             hashes.append(self.content.next_hash(hashes[-1] if hashes else b"", request.tokens[at : at + per]))
         if len(hashes) != before:
-            self.content.keys_of(hashes)
+            self.content.note(hashes, before)
 
     def add(self, request: SimRequest) -> None:
         """A new request."""
@@ -175,12 +175,11 @@ class SimEngine:
         budget = self._schedule_running(scheduled, grown)
         self._schedule_waiting(scheduled, fresh, budget)
         offers = self._offers(scheduled)
-        tables = {name: tuple(tuple(t) for t in request.tables) for name, request in self.requests.items()}
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             scheduled_new_reqs=fresh,
             scheduled_cached_reqs=SimpleNamespace(new_block_ids=grown),
-            kv_connector_block_state=SimpleNamespace(boundary_state_offloads=offers, get_block_ids=tables.get),
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads=offers, get_block_ids=self._block_ids),
         )
         work = self.scheduler.build_work(output)
         self._say(
@@ -189,6 +188,9 @@ class SimEngine:
         self._execute(work, scheduled, [*fresh_blocks(fresh), *grown_blocks(grown)])
         self._advance(scheduled)
         self.receive()
+
+    def _block_ids(self, name: str) -> tuple[tuple[int, ...], ...] | None:
+        return tuple(map(tuple, self.requests[name].tables)) if name in self.requests else None
 
     def _execute(self, work: StepWork, scheduled: dict[str, int], handed: Sequence[int]) -> None:
         for worker in self.workers:
@@ -368,9 +370,7 @@ class SimEngine:
         return hit
 
     def _computed(self, request: SimRequest) -> int:
-        if request.skip_reading_prefix_cache:
-            return 0
-        if not self.caches:
+        if request.skip_reading_prefix_cache or not self.caches:
             return 0
         return self.pool.computed(request.block_hashes, request.num_tokens)
 

@@ -61,6 +61,8 @@ class Memory:
 
     def scribble(self, blocks: Sequence[int], value: int) -> None:
         """Blocks are being written; what they held is gone."""
+        if not blocks:
+            return
         for tensors in self.tensors:
             for tensor in tensors:
                 tensor[list(blocks)] = value

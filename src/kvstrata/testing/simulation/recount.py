@@ -2,6 +2,9 @@
 
 It counts bytes by state, pins and holds by owner, the queue, classes of promotions, and what each tier has in flight.
 Placement in pages, the index, policies and waiters are walked through less often (`WatchedManager.full_check`).
+
+A sum over columns that are the same, byte for byte, as after the step before is the same sum: it is compared with what
+the core keeps every time, and computed when its columns have changed.
 """
 
 from __future__ import annotations
@@ -12,93 +15,135 @@ import numpy as np
 
 from kvstrata.core.requests import HOLDING, Request, RequestState
 from kvstrata.core.slots import QUARANTINED, READY, RESERVED
-from kvstrata.core.statistics import PromotionTag
 from kvstrata.testing.world_checks import demand
 from kvstrata.types import I64, JobKind
 
 if TYPE_CHECKING:
-    from kvstrata.core.residency import Residency
-    from kvstrata.core.state import CoreState
+    from kvstrata.core.ledger import Job
     from kvstrata.testing.simulation.watch import WatchedManager
 
-
-def recount(manager: WatchedManager) -> None:
-    """Raises what does not add up between two calls."""
-    core, residency = manager._core, manager.residency
-    _check_bytes(residency)
-    requests = core.requests.values()
-    queued = 0
-    for request in requests:
-        queued += request.state is RequestState.QUEUED
-        _check_request(request, residency)
-    demand(queued == len(manager._grants), f"{len(manager._grants)} entries in the queue for {queued} queued requests")
-    _check_owners(core, residency, requests)
-    _check_account(core, residency)
+_QUEUED, _READY = RequestState.QUEUED, RequestState.READY
+_LOAD, _CASCADE, _PROMOTE = JobKind.LOAD, JobKind.CASCADE, JobKind.PROMOTE
+_Share = tuple[bytes, I64, int]
+"""Marks of a job's keys, the slots that they leave to it, and their bytes."""
 
 
-def _check_bytes(residency: Residency) -> None:
-    table = residency.table
-    rows = table.rows
-    state, length = table.state[:rows], table.length[:rows]
-    sums = np.bincount(state, length, 4).tolist()
-    found = sums[RESERVED], sums[READY], sums[QUARANTINED]
-    kept = residency.reserved_bytes, residency.resident_bytes, residency.quarantined_bytes
-    demand(found == kept, f"reserved, resident and quarantined are {found} bytes, kept are {kept}")
-    pinned, held = int(length[table.pins[:rows] > 0].sum()), int(length[table.holds[:rows] > 0].sum())
-    demand(
-        (pinned, held) == (residency.pinned_bytes, residency.held_bytes), f"{pinned} bytes are pinned, {held} are held"
-    )
-    demand(residency.waste_bytes >= 0, "more bytes are accounted for than there are")
+class Recount:
+    """The sums of one manager, again."""
+
+    def __init__(self, manager: WatchedManager) -> None:
+        self._core, self._residency, self._grants = manager._core, manager.residency, manager._grants
+        self._columns: tuple[bytes, ...] = ()
+        self._sums: tuple[list[float], int, int] = ([], 0, 0)
+        self._lengths = b""
+        self._shares: dict[int, _Share] = {}
+        """What jobs of tiers cover, as long as their marks and all lengths stay as they are."""
+
+    def check(self) -> None:
+        """Raises what does not add up between two calls."""
+        self._check_bytes()
+        queued = 0
+        holders: list[I64] = []
+        for request in self._core.requests.values():
+            if request.state in HOLDING:
+                self._check_holder(request)
+                holders += request.slots
+            elif request.slots:
+                demand(False, f"{request.request_id} ({request.state.value}): holds slots")
+            else:
+                queued += request.state is _QUEUED
+        if queued != len(self._grants):
+            demand(False, f"{len(self._grants)} entries in the queue for {queued} queued requests")
+        self._check_owners(holders)
+        self._check_account()
+
+    def _check_bytes(self) -> None:
+        residency, table = self._residency, self._residency.table
+        rows = table.rows
+        state, length, pins, holds = table.state[:rows], table.length[:rows], table.pins[:rows], table.holds[:rows]
+        columns = state.tobytes(), length.tobytes(), pins.tobytes(), holds.tobytes()
+        if columns != self._columns:
+            self._columns = columns
+            sums = np.bincount(state, length, 4).tolist()
+            self._sums = sums, int(length.dot(pins > 0)), int(length.dot(holds > 0))
+            if columns[1] != self._lengths:
+                self._lengths = columns[1]
+                self._shares.clear()
+        sums, pinned, held = self._sums
+        kept = residency.reserved_bytes, residency.resident_bytes, residency.quarantined_bytes
+        if (sums[RESERVED], sums[READY], sums[QUARANTINED]) != kept:
+            demand(False, f"free, reserved, resident and quarantined are {sums} bytes, kept are {kept}")
+        if (pinned, held) != (residency.pinned_bytes, residency.held_bytes):
+            demand(False, f"{pinned} bytes are pinned, {held} are held, not as kept")
+        if residency.waste_bytes < 0:
+            demand(False, "more bytes are accounted for than there are")
+
+    def _check_holder(self, request: Request) -> None:
+        states = self._residency.state[request.held].tobytes()
+        reserved = states.count(RESERVED)
+        ready = request.state is not _READY or not reserved
+        if request.pending != reserved or states.count(QUARANTINED) or not ready:
+            name = f"{request.request_id} ({request.state.value})"
+            demand(request.pending == reserved, f"{name}: counts {request.pending} on their way, holds {reserved}")
+            demand(ready, f"{name}: has chunks on their way")
+            demand(False, f"{name}: holds a quarantined slot")
+
+    def _check_owners(self, holders: list[I64]) -> None:
+        """Every pin and hold has its owner; each tier's accounts are those of its jobs."""
+        core = self._core
+        pinning: list[I64] = []
+        inflight, cascading, loads, late = ([0] * len(core.tiers) for _ in range(4))
+        for job in core.ledger:
+            kind = job.kind
+            if kind is _LOAD:
+                pinning.append(job.slots)
+            elif kind is _CASCADE:
+                _, slots, size = self._share(job, (~job.unpinned).tobytes())
+                pinning.append(slots)
+                cascading[job.tier] += size
+            elif kind is _PROMOTE:
+                loads[job.tier] += 1
+                late[job.tier] += job.overdue
+                inflight[job.tier] += self._share(job, job.open.tobytes())[2]
+        self._compare(holders, pinning)
+        for i, tier in enumerate(core.tiers):
+            kept = tier.inflight, tier.cascading, tier.loads_out, tier.overdue_jobs
+            found = inflight[i], cascading[i], loads[i], late[i]
+            if found != kept:
+                name = tier.port.name
+                demand(False, f"{name}: in flight, cascading, loads and overdue are {found}, kept are {kept}")
+
+    def _share(self, job: Job, marks: bytes) -> _Share:
+        """The marked slots of a job, and their bytes."""
+        share = self._shares.get(job.job_id)
+        if share is None or share[0] != marks:
+            slots = job.slots[np.frombuffer(marks, np.bool_)]
+            share = self._shares[job.job_id] = marks, slots, int(self._residency.length[slots].sum())
+        return share
+
+    def _compare(self, holders: list[I64], pinning: list[I64]) -> None:
+        holds, pins = self._residency.holds, self._residency.pins
+        held = _counted(holders, len(holds))
+        pinned = _counted(pinning, len(pins))
+        if np.count_nonzero(holds if held is None else held != holds):
+            demand(False, "holds of slots are not those of requests")
+        owned = pinned if held is None else held if pinned is None else held + pinned
+        if np.count_nonzero(pins if owned is None else owned != pins):
+            demand(False, "pins of slots are not those of requests and jobs")
+
+    def _check_account(self) -> None:
+        c = self._core.counters
+        classes = c.consumed + c.not_taken + c.cancelled + c.expired + c.failed
+        if c.promoted != classes + c.promotions_open:
+            demand(False, f"promoted {c.promoted}, {classes} + {c.promotions_open} classed")
+        tags = self._residency.tag.tobytes()
+        tagged = len(tags) - tags.count(0)  # 0: PromotionTag.NONE
+        if tagged != c.promotions_open:
+            demand(False, f"{tagged} slots are tagged, {c.promotions_open} promotions are open")
 
 
-def _check_request(request: Request, residency: Residency) -> None:
-    if request.state in HOLDING:
-        states = residency.state[request.held]
-        reserved = np.count_nonzero(states == RESERVED)
-        name = f"{request.request_id} ({request.state.value})"
-        demand(request.pending == reserved, f"{name}: counts {request.pending} chunks on their way, holds {reserved}")
-        demand(not (states == QUARANTINED).any(), f"{name}: holds a quarantined slot")
-        demand(request.state is not RequestState.READY or not reserved, f"{name}: has chunks on their way")
-    else:
-        demand(not request.slots, f"{request.request_id} ({request.state.value}): holds slots")
-
-
-def _check_owners(core: CoreState, residency: Residency, requests: list[Request]) -> None:
-    """Every pin and hold has its owner; each tier's accounts are those of its jobs."""
-    holders = [part for request in requests for part in request.slots]
-    pinning = list(holders)
-    inflight, cascading, loads, late = ([0] * len(core.tiers) for _ in range(4))
-    length = residency.length
-    for job in core.ledger:
-        if job.kind is JobKind.LOAD:
-            pinning.append(job.slots)
-        elif job.kind is JobKind.CASCADE:
-            pinned = job.slots[~job.unpinned]
-            pinning.append(pinned)
-            cascading[job.tier] += int(length[pinned].sum())
-        elif job.kind is JobKind.PROMOTE:
-            loads[job.tier] += 1
-            late[job.tier] += job.overdue
-            inflight[job.tier] += int(length[job.slots[job.still_open()]].sum())
-    _compare("holds", holders, residency.holds)
-    _compare("pins", pinning, residency.pins)
-    for i, tier in enumerate(core.tiers):
-        kept = tier.inflight, tier.cascading, tier.loads_out, tier.overdue_jobs
-        found = inflight[i], cascading[i], loads[i], late[i]
-        demand(found == kept, f"{tier.port.name}: in flight, cascading, loads and overdue are {found}, kept are {kept}")
-
-
-def _compare(what: str, owned: list[I64], column: np.typing.NDArray[np.int32]) -> None:
-    if owned:
-        found = np.bincount(np.concatenate(owned), minlength=len(column))
-        demand(bool((found == column).all()), f"{what} of slots are not those of requests and jobs")
-    else:
-        demand(not column.any(), f"slots have {what} that nobody owns")
-
-
-def _check_account(core: CoreState, residency: Residency) -> None:
-    c = core.counters
-    classes = c.consumed + c.not_taken + c.cancelled + c.expired + c.failed
-    demand(c.promoted == classes + c.promotions_open, f"promoted {c.promoted}, {classes} + {c.promotions_open} classed")
-    tagged = int(np.count_nonzero(residency.tag != PromotionTag.NONE))
-    demand(tagged == c.promotions_open, f"{tagged} slots are tagged, {c.promotions_open} promotions are open")
+def _counted(owned: list[I64], slots: int) -> I64 | None:
+    """How often each slot is named; None if none is."""
+    if not owned:
+        return None
+    return np.bincount(owned[0] if len(owned) == 1 else np.concatenate(owned), minlength=slots)

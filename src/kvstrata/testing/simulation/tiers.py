@@ -75,6 +75,9 @@ class SimTier(ScriptedTier):
         self._count = 0
         self.on_probe, self.on_load, self.on_store = self._take_probe, self._take_load, self._take_store
 
+    def _note(self, method: str, keys: Sequence[OffloadKey] = (), job_id: int | None = None) -> None:
+        """Nobody asks what was called: the trace has it."""
+
     # -- time
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ from kvstrata.testing.coverage import Coverage, state_name
 from kvstrata.testing.oracle import fits, oracle
 from kvstrata.testing.simulation.content import Content
 from kvstrata.testing.simulation.legal import LEGAL
-from kvstrata.testing.simulation.recount import recount
+from kvstrata.testing.simulation.recount import Recount
 from kvstrata.testing.simulation.shadow import Shadow
 from kvstrata.testing.simulation.watch_checks import check_events, check_holders, check_jobs
 from kvstrata.testing.world_checks import SLACK, demand
@@ -111,6 +111,7 @@ class WatchedManager(TieringOffloadingManager):
         """Loads that were decided, but not handed over yet, when time moved last."""
         self._say = say
         self._since_full = 0
+        self._recount = Recount(self)
         self.held_before = 0
         self._opened = 0
         self._start_promotions = self._promotions.start
@@ -564,7 +565,7 @@ class WatchedManager(TieringOffloadingManager):
     def _step(self, what: str) -> None:
         self.steps += 1
         self._since_full += 1
-        recount(self)
+        self._recount.check()
         if self._since_full >= FULL_EVERY:
             self.full_check()
 
@@ -584,5 +585,6 @@ class WatchedManager(TieringOffloadingManager):
 
     def _strike(self, event: str, record: Request | None) -> None:
         state = state_name(record)
-        demand(state in LEGAL[event], f"{event} strikes a request that is {state}: that was thought impossible")
+        if state not in LEGAL[event]:
+            demand(False, f"{event} strikes a request that is {state}: that was thought impossible")
         self.coverage.strike(event, state)
