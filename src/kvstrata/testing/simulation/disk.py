@@ -138,7 +138,8 @@ class SimDiskTier:
         keys = self.told - self._unheard()
         volume = self.tier._volume
         if volume is not None:  # no row came or went, and the same is asked: the answers are the same
-            stated = volume.desk.index, volume.desk.index.changes, keys
+            index = volume.desk.index
+            stated = index, index.changes, index.pending, keys
             if stated != self._stated:
                 self._look(keys)
                 self._stated = stated

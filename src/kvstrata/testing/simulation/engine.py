@@ -315,7 +315,7 @@ class SimEngine:
             if request.num_computed_tokens == 0 and not any(request.tables):
                 if len(self.running) + self._loading >= self.most:
                     # An engine may look through its whole queue before it admits anybody.
-                    if not request.told or self.choices.below(3) == 2:
+                    if not request.told or self.choices.below(6) == 5:
                         request.told = self._ask(request) is not None
                     continue
                 request.shut_out = blocked or not self._admit(request)

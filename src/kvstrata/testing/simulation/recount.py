@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstrata.core.arrays import NO_SLOTS
 from kvstrata.core.requests import HOLDING, Request, RequestState
 from kvstrata.core.slots import QUARANTINED, READY, RESERVED
 from kvstrata.testing.world_checks import demand
@@ -36,12 +37,14 @@ class Recount:
         self._columns: tuple[bytes, ...] = ()
         self._sums: tuple[list[float], int, int] = ([], 0, 0)
         self._lengths = b""
+        self._named: tuple[int, bytes] = (0, b"")
+        """The slots that requests and jobs named when that was compared last; as many are requests'."""
         self._shares: dict[int, _Share] = {}
         """What jobs of tiers cover, as long as their marks and all lengths stay as they are."""
 
     def check(self) -> None:
         """Raises what does not add up between two calls."""
-        self._check_bytes()
+        moved = self._check_bytes()
         queued = 0
         holders: list[I64] = []
         for request in self._core.requests.values():
@@ -54,15 +57,17 @@ class Recount:
                 queued += request.state is _QUEUED
         if queued != len(self._grants):
             demand(False, f"{len(self._grants)} entries in the queue for {queued} queued requests")
-        self._check_owners(holders)
+        self._check_owners(holders, moved)
         self._check_account()
 
-    def _check_bytes(self) -> None:
+    def _check_bytes(self) -> bool:
+        """Whether any column has changed."""
         residency, table = self._residency, self._residency.table
         rows = table.rows
         state, length, pins, holds = table.state[:rows], table.length[:rows], table.pins[:rows], table.holds[:rows]
         columns = state.tobytes(), length.tobytes(), pins.tobytes(), holds.tobytes()
-        if columns != self._columns:
+        moved = columns != self._columns
+        if moved:
             self._columns = columns
             sums = np.bincount(state, length, 4).tolist()
             self._sums = sums, int(length.dot(pins > 0)), int(length.dot(holds > 0))
@@ -77,6 +82,7 @@ class Recount:
             demand(False, f"{pinned} bytes are pinned, {held} are held, not as kept")
         if residency.waste_bytes < 0:
             demand(False, "more bytes are accounted for than there are")
+        return moved
 
     def _check_holder(self, request: Request) -> None:
         states = self._residency.state[request.held].tobytes()
@@ -88,7 +94,7 @@ class Recount:
             demand(ready, f"{name}: has chunks on their way")
             demand(False, f"{name}: holds a quarantined slot")
 
-    def _check_owners(self, holders: list[I64]) -> None:
+    def _check_owners(self, holders: list[I64], moved: bool) -> None:
         """Every pin and hold has its owner; each tier's accounts are those of its jobs."""
         core = self._core
         pinning: list[I64] = []
@@ -105,7 +111,7 @@ class Recount:
                 loads[job.tier] += 1
                 late[job.tier] += job.overdue
                 inflight[job.tier] += self._share(job, job.open.tobytes())[2]
-        self._compare(holders, pinning)
+        self._compare(holders, pinning, moved)
         for i, tier in enumerate(core.tiers):
             kept = tier.inflight, tier.cascading, tier.loads_out, tier.overdue_jobs
             found = inflight[i], cascading[i], loads[i], late[i]
@@ -121,14 +127,21 @@ class Recount:
             share = self._shares[job.job_id] = marks, slots, int(self._residency.length[slots].sum())
         return share
 
-    def _compare(self, holders: list[I64], pinning: list[I64]) -> None:
+    def _compare(self, holders: list[I64], pinning: list[I64], moved: bool) -> None:
         holds, pins = self._residency.holds, self._residency.pins
-        held = _counted(holders, len(holds))
-        pinned = _counted(pinning, len(pins))
-        if np.count_nonzero(holds if held is None else held != holds):
+        slots = np.concatenate([*holders, *pinning, NO_SLOTS])
+        held = sum(map(len, holders))
+        named = held, slots.tobytes()
+        if named == self._named and not moved:
+            return
+        self._named = named
+        if not len(slots):
+            if np.count_nonzero(pins) or np.count_nonzero(holds):
+                demand(False, "slots have pins or holds that nobody owns")
+            return
+        if np.count_nonzero(np.bincount(slots[:held], minlength=len(holds)) != holds):
             demand(False, "holds of slots are not those of requests")
-        owned = pinned if held is None else held if pinned is None else held + pinned
-        if np.count_nonzero(pins if owned is None else owned != pins):
+        if np.count_nonzero(np.bincount(slots, minlength=len(pins)) != pins):
             demand(False, "pins of slots are not those of requests and jobs")
 
     def _check_account(self) -> None:
@@ -140,10 +153,3 @@ class Recount:
         tagged = len(tags) - tags.count(0)  # 0: PromotionTag.NONE
         if tagged != c.promotions_open:
             demand(False, f"{tagged} slots are tagged, {c.promotions_open} promotions are open")
-
-
-def _counted(owned: list[I64], slots: int) -> I64 | None:
-    """How often each slot is named; None if none is."""
-    if not owned:
-        return None
-    return np.bincount(owned[0] if len(owned) == 1 else np.concatenate(owned), minlength=slots)

@@ -231,8 +231,8 @@ class SimTier(ScriptedTier):
 
     def _trim(self) -> None:
         """The limit is hard: the oldest go."""
-        limit, held = self._limit, self.usage().bytes_held
-        if limit is not None and held > limit:
+        limit = self._limit
+        if limit is not None and (held := self.usage().bytes_held) > limit:
             gone = []
             for key in list(self.held):
                 if held <= limit:
