@@ -85,9 +85,11 @@ class SimEngine:
         self._say = say
         self._reports: list[tuple[int, list[tuple[set[str], set[str]]], list[StepReport | None]]] = []
         self._steps = 0
+        self._moves = [g.recurrent and g.kind.parameters.get("mode") == "align" for g in shape.groups]
+        """Which groups keep one state that moves on."""
         self._aligned = [
             group.tokens_per_block * shape.blocks_per_chunk
-            for group in shape.groups if group.recurrent and group.kind.parameters.get("mode") == "align"
+            for group, moves in zip(shape.groups, self._moves, strict=True) if moves
         ]  # fmt: skip
 
     # -- requests
@@ -440,8 +442,8 @@ class SimEngine:
             size, table = group.tokens_per_block, request.tables[g]
             count = -(-end // size)
             if group.recurrent:
-                wanted = [] if self._moves(g) and any(table) else list(range(len(table), count))
-                if self._moves(g):
+                wanted = [] if self._moves[g] and any(table) else list(range(len(table), count))
+                if self._moves[g]:
                     wanted = wanted[-1:]
             else:
                 wanted = list(range(len(table), count))
@@ -454,7 +456,7 @@ class SimEngine:
         new: list[list[int]] = []
         for g, (count, wanted) in enumerate(plans):
             table = request.tables[g]
-            if self._moves(g) and any(table) and count > len(table):
+            if self._moves[g] and any(table) and count > len(table):
                 block = table[-1]  # the state moves on in its block
                 table[-1] = NULL
                 table.extend([NULL] * (count - len(table)))
@@ -466,11 +468,6 @@ class SimEngine:
                 own.append(table[i])
             new.append(own)
         return new
-
-    def _moves(self, g: int) -> bool:
-        """Whether the group keeps one state that moves on."""
-        group = self.shape.groups[g]
-        return group.recurrent and group.kind.parameters.get("mode") == "align"
 
     def _drop_left_behind(self, request: SimRequest) -> None:
         at = request.num_computed_tokens
@@ -496,7 +493,7 @@ class SimEngine:
             request = self.requests[name]
             end = request.num_computed_tokens + tokens
             for g, group in enumerate(self.shape.groups):
-                if self._moves(g) and end % group.tokens_per_block == 0:
+                if self._moves[g] and end % group.tokens_per_block == 0:
                     offers.setdefault(name, []).append((group.index, request.tables[g][-1], end))
         return offers
 
@@ -511,9 +508,9 @@ class SimEngine:
             size, table = group.tokens_per_block, request.tables[g]
             for i in consumed_by(self.layout.groups[g], size, 0, begin) or () if begin else ():
                 if (i + 1) * size <= begin and not (group.drafter and (i + 1) * size == begin):
-                    block = table[-1] if self._moves(g) else table[i]
+                    block = table[-1] if self._moves[g] else table[i]
                     self.memory.demand_right(f"{request.request_id} computes", g, block, self._hash(request, g, i))
-            if group.recurrent and self._moves(g):
+            if group.recurrent and self._moves[g]:
                 self._write_state(request, g, end)
                 continue
             for i in range(begin // size, -(-end // size)):
@@ -570,7 +567,7 @@ class SimEngine:
             return
         at = request.num_computed_tokens
         for g, group in enumerate(self.shape.groups):
-            if self._moves(g) or group.drafter:
+            if self._moves[g] or group.drafter:
                 continue
             table, size = request.tables[g], group.tokens_per_block
             for i in range(min(at // size, len(table))):

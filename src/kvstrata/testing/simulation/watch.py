@@ -171,10 +171,12 @@ class WatchedManager(TieringOffloadingManager):
             if not job.overdue and job.open:
                 due = self._due(job)
                 known = self._core.ledger.get(job_id)
-                demand(known is not None, f"job {job_id} is with its tier, but the core has forgotten it")
-                late = known is not None and known.overdue
-                demand(late or due > now, f"job {job_id} is overdue since {due}, and nobody says so")
-                demand(not late or due <= now, f"job {job_id} counts as overdue before its time")
+                if known is None:
+                    raise AssertionError(f"job {job_id} is with its tier, but the core has forgotten it")
+                late = known.overdue
+                if late != (due <= now):
+                    said = "counts as overdue before its time" if late else "is overdue, and nobody says so"
+                    raise AssertionError(f"job {job_id} {said}: due at {due}, it is {now}")
                 if late:
                     job.overdue, job.overdue_since = True, now
                     self.coverage.note("jobs overdue")
@@ -189,17 +191,21 @@ class WatchedManager(TieringOffloadingManager):
     def _overdue_mark(self) -> None:
         """Tiers that hang at once each had their share in flight; nothing is added once the mark is reached."""
         late = [job for job in self.jobs.values() if job.load and job.overdue]
+        if not late:
+            return
         size = sum(job.lengths[i] for job in late for i in job.open)
         most = self._core.inflight_limit * max(len({job.tier for job in late}), 1)
         demand(size <= most, f"{size} bytes are overdue, the mark is {most}")
 
     def _in_time(self, record: Request, wait: Wait) -> None:
         total, stall = self._limits(record)
+        silent, most = self._core.now - wait.polled, self.config.silence_s
+        if wait.waited <= total + SLACK and wait.quiet <= stall + SLACK and silent < most + SLACK:
+            return
         name = f"{record.request_id} ({record.state.value})"
         demand(wait.waited <= total + SLACK, f"{name}: waited {wait.waited} s, its bound is {total}")
         demand(wait.quiet <= stall + SLACK, f"{name}: nothing came for {wait.quiet} s, its bound is {stall}")
-        silent = self._core.now - wait.polled
-        demand(silent < self.config.silence_s + SLACK, f"{name}: keeps its place after {silent} s of silence")
+        demand(False, f"{name}: keeps its place after {silent} s of silence")
 
     def _limits(self, record: Request) -> tuple[float, float]:
         """The longest wait in all, and without a sign of life of any tier, that the settings allow."""
@@ -260,7 +266,8 @@ class WatchedManager(TieringOffloadingManager):
         stood = (record.boundary, record.cause) if same and was is RequestState.READY else None
         answer = super().poll(request_id, computed, total)
         if stood == (record.boundary, record.cause) and record.state is RequestState.READY:
-            demand(answer.hit == record.hit, f"{request_id}: told {answer.hit}, was told {record.hit}")
+            if answer.hit != record.hit:
+                demand(False, f"{request_id}: told {answer.hit}, was told {record.hit}")
             return answer  # the same answer again: what it promises is looked at when it is taken
         if answer.hit is None:
             if same and was in WAITING and record.state is was and was is not RequestState.QUEUED:
@@ -304,7 +311,8 @@ class WatchedManager(TieringOffloadingManager):
     def demand_right(self, what: str, key: OffloadKey, offset: int, length: int, epoch: int | None = None) -> None:
         """The bytes of primary at this place are those of the key."""
         fault = self.content.chunk_fault(key, bytes(self.region[offset : offset + length]), epoch)
-        demand(not fault, f"{what}: {key[:4].hex()} at {offset}: {fault}")
+        if fault:
+            demand(False, f"{what}: {key[:4].hex()} at {offset}: {fault}")
 
     def take(self, request_id: str, tokens: int) -> LoadPlan | None:
         """The engine takes tokens of the hit."""
