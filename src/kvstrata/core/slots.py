@@ -159,7 +159,13 @@ class SlotTable:
         """Distinct slots that were not stuck are so from now on."""
         if not self.mixed:
             self.stuck_slots[0] += len(slots)
-        elif len(slots):
+        elif len(slots) <= _FEW:
+            for page in self.page_of(slots).tolist():
+                kind, before = self.page_class[page], self.page_stuck[page]
+                self.page_stuck[page] = before + 1
+                self.stuck_slots[kind] += 1
+                self.stuck_pages[kind] += not before
+        else:
             pages, counts = _by_page(self.page_of(slots))
             before = self.page_stuck[pages]
             self.page_stuck[pages] = before + counts
@@ -172,7 +178,13 @@ class SlotTable:
         """Distinct slots that were stuck are so no more."""
         if not self.mixed:
             self.stuck_slots[0] -= len(slots)
-        elif len(slots):
+        elif len(slots) <= _FEW:
+            for page in self.page_of(slots).tolist():
+                kind, after = self.page_class[page], self.page_stuck[page] - 1
+                self.page_stuck[page] = after
+                self.stuck_slots[kind] -= 1
+                self.stuck_pages[kind] -= not after
+        else:
             pages, counts = _by_page(self.page_of(slots))
             after = self.page_stuck[pages] - counts
             self.page_stuck[pages] = after
