@@ -65,7 +65,7 @@ class Memory:
             return
         for tensors in self.tensors:
             for tensor in tensors:
-                tensor[list(blocks)] = value
+                tensor[blocks[0] if len(blocks) == 1 else list(blocks)] = value
 
     def demand_right(self, what: str, g: int, block: int, block_hash: bytes) -> None:
         """A computation reads this block: it must hold what belongs there, on every rank."""
@@ -73,7 +73,7 @@ class Memory:
         right = self.content.right_page
         for rank, tensors in enumerate(self.tensors):
             for number, layer in enumerate(self.shape.groups[g].layers):
-                if not right(tensors[number][block, : layer.page].tobytes(), block_hash, g, number, rank):
+                if not right(tensors[number][block].tobytes()[: layer.page], block_hash, g, number, rank):
                     raise AssertionError(
                         f"{what}: group {g} reads wrong bytes in block {block}, layer {number}, rank {rank}"
                     )

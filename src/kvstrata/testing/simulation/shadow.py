@@ -24,7 +24,7 @@ class Shadow:
 
     def __init__(self, capacity: int) -> None:
         self._readers = np.zeros(capacity, np.int16)
-        self._writers = np.zeros(capacity, np.int16)
+        self._writers = bytearray(capacity)
         self._uses: dict[int, Use] = {}
 
     def begin(self, job_id: int, offsets: Sequence[int], lengths: Sequence[int], *, writes: bool) -> None:
@@ -36,10 +36,13 @@ class Shadow:
             end = offset + length
             if end > len(self._readers):
                 raise AssertionError(f"job {job_id} gets bytes up to {end} of {len(self._readers)}")
-            if self._writers[offset:end].any() or (writes and self._readers[offset:end].any()):
+            if self._writers.find(1, offset, end) >= 0 or (writes and self._readers[offset:end].any()):
                 verb = "write" if writes else "read"
                 raise AssertionError(f"job {job_id} is to {verb} bytes {offset} to {end} that another job still uses")
-            (self._writers if writes else self._readers)[offset:end] += 1
+            if writes:
+                self._writers[offset:end] = b"\1" * length
+            else:
+                self._readers[offset:end] += 1
             use.ranges[i] = (offset, end)
 
     def end(self, job_id: int, indices: Iterable[int] | None = None) -> None:
@@ -50,7 +53,10 @@ class Shadow:
         for i in list(use.ranges) if indices is None else indices:
             found = use.ranges.pop(i, None)
             if found is not None:
-                (self._writers if use.writes else self._readers)[found[0] : found[1]] -= 1
+                if use.writes:
+                    self._writers[found[0] : found[1]] = bytes(found[1] - found[0])
+                else:
+                    self._readers[found[0] : found[1]] -= 1
         if indices is None:
             del self._uses[job_id]
 
@@ -58,4 +64,4 @@ class Shadow:
         """The process is gone, and with it all who touched its memory."""
         self._uses.clear()
         self._readers[:] = 0
-        self._writers[:] = 0
+        self._writers = bytearray(len(self._writers))

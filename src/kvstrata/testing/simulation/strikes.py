@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 OF_THE_WHOLE = weighted(
     {
-        "crash": 2, "limit change": 2, "keys removed": 2, "reset memory": 3, "reset content": 2, "clock jump": 2,
-        "silence": 2, "abort": 4, "preempt": 2, "cache dropped": 4, "device error": 2, "bit rot": 2, "device full": 2,
+        "crash": 2, "limit change": 2, "keys removed": 3, "reset memory": 3, "reset content": 2, "clock jump": 2,
+        "silence": 2, "abort": 4, "preempt": 3, "cache dropped": 4, "device error": 3, "bit rot": 2, "device full": 2,
         "restart": 2, "power cut": 2,
     }
 )  # fmt: skip
