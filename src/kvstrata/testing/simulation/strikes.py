@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 OF_THE_WHOLE = weighted(
     {
-        "crash": 2, "limit change": 2, "keys removed": 3, "reset memory": 3, "reset content": 2, "clock jump": 2,
-        "silence": 2, "abort": 4, "preempt": 3, "cache dropped": 4, "device error": 3, "bit rot": 2, "device full": 2,
+        "crash": 3, "limit change": 3, "keys removed": 3, "reset memory": 3, "reset content": 2, "clock jump": 2,
+        "silence": 2, "abort": 6, "preempt": 3, "cache dropped": 4, "device error": 3, "bit rot": 2, "device full": 2,
         "restart": 2, "power cut": 2,
     }
 )  # fmt: skip
@@ -85,12 +85,13 @@ def _abort(run: Simulation) -> bool:
         for request, record in zip(victims, records, strict=True)
         if record is not None and record.state is RequestState.FETCHING
     ]
-    victim = choices.pick(choices.pick((victims, loading or fetching or victims, fetching or victims)))
+    some = fetching or victims
+    victim = choices.pick(choices.pick((victims, loading or some, some, some)))
     run.engine.abort(victim)
     run.ended.append(victim.request_id)
     run.made -= 1
     if victim.state != "gone" and choices.below(3):
-        run.new_request(victim if choices.below(2) else None, victim.request_id)
+        run.new_request(victim if choices.below(3) == 0 else None, victim.request_id)
     return True
 
 
