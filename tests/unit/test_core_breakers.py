@@ -30,7 +30,7 @@ from kvstrata.core.messages import AnswerCause
 from kvstrata.core.requests import RequestState
 from kvstrata.testing import ScriptedTier
 from kvstrata.testing.stack import CoreStack
-from kvstrata.types import FailCause, JobEnded, KeysDone, LookupResult
+from kvstrata.types import FailCause, JobEnded, KeysDone, LookupResult, Presence
 
 PATIENT = {"stall_s": 1e5, "total_s": 1e5, "silence_s": 1e6}
 
@@ -516,3 +516,15 @@ def test_the_slots_of_failed_keys_are_not_used_before_the_job_has_ended() -> Non
     assert stack.core.residency.quarantined_bytes == 0
     stack.complete_store(plan)
     go_idle(stack)
+
+
+def test_a_tier_that_never_knows_is_not_waited_for_for_ever() -> None:
+    tier = async_tier()
+    tier.on_probe = lambda probe: probe.finish(dict.fromkeys(probe.keys, Presence.UNKNOWN))
+    stack = stack_of(tiers=[tier])
+    for i in range(3):
+        assert reads(stack) is BreakerState.CLOSED
+        stack.add(f"r{i}", TPC)
+        while stack.poll(f"r{i}", 0, TPC).hit is None:
+            stack.wait(0.1)
+    assert reads(stack) is BreakerState.OPEN

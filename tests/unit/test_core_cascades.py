@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from core_kit import (
     FULL,
@@ -257,6 +259,15 @@ def test_a_failed_cascade_is_offered_again_but_not_in_a_tight_circle() -> None:
     tier.on_store = lambda job: job.finish()
     stack.wait(70.0, step=1.0)
     assert bad in tier.held
+
+
+def test_a_tier_that_cancels_of_itself_is_not_offered_the_same_in_a_tight_circle() -> None:
+    tier = sync_tier()
+    stack = stack_of(tiers=[tier])
+    tier.on_store = lambda job: job.fail(FailCause.CANCELLED)
+    fill(stack, "p", 64, cascade=True)
+    stack.wait(20.0, step=0.1)
+    assert max(Counter(stored_keys(tier)).values()) <= 25
 
 
 def test_consecutive_failures_open_the_breaker_of_writes_and_nothing_is_lost() -> None:

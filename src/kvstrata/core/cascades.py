@@ -258,8 +258,8 @@ class Cascades:
         tier.counters.cascade_failed += len(failures)
         if any(cause is not FailCause.CANCELLED for _, cause in failures):
             tier.writes.failure(core.now)
-            tier.offer_s = min(max(2 * tier.offer_s, core.config.backoff_s), core.config.backoff_max_s)
-            tier.offer_at = core.now + tier.offer_s
+        tier.offer_s = min(max(2 * tier.offer_s, core.config.backoff_s), core.config.backoff_max_s)
+        tier.offer_at = core.now + tier.offer_s
         if job.generation == core.generation:
             self._remember(tier.missed, [job.keys[i] for i, _ in failures])
 

@@ -469,8 +469,13 @@ class PresenceBook:
                 probe.newer.update((key, presence) for key in keys if key in places)
 
     def asked_by(self, request: Request) -> list[TierState]:
-        """The tiers that owe this request the answer to a probe."""
+        """The tiers that owe this request the answer to a probe, or that answered that they do not know yet."""
         owing = {probe.tier for probe in self.probes.values() if probe.request is request}
+        owing.update(
+            tier
+            for tier, by_group in request.answers.items()
+            if any(count_of(kept, Presence.UNKNOWN) for kept in by_group)
+        )
         return [self._core.tiers[tier] for tier in sorted(owing)]
 
     def overdue(self) -> list[Probe]:
