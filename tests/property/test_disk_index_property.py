@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstrata.testing.tier_harness import chunk_keys
 from kvstrata.tiers.disk.index import Index, hashes_of, words_of
-from kvstrata.tiers.disk.planning import even_parts, packed_place, plan_batches, plan_units
+from kvstrata.tiers.disk.planning import batch_room, even_batches, even_parts, packed_place, plan_batches, plan_units
 from kvstrata.tiers.disk.tasks import ReadEven
 from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
 
@@ -85,6 +85,20 @@ def test_batches_hold_every_chunk_once_and_stay_in_bounds(sizes: list[int], skew
                 assert sizes[pick] % 512 == 0
         assert end <= plan.span
         assert plan.span <= BATCH_BYTES + 8192 or len(plan.picks) == 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(1, 150), st.sampled_from([4096, 32_768, 262_144, 9 * UNIT_BYTES]), st.integers(3, 1 << 18))
+def test_even_batches_leave_little_of_a_segment_unused(count: int, size: int, segment_blocks: int) -> None:
+    room = batch_room(segment_blocks * 4096)
+    assert room <= max(BATCH_BYTES, segment_blocks * 4096 // 64)
+    plans = even_batches(range(count), size, room)
+    assert [pick for plan in plans for pick in plan.picks] == list(range(count))
+    for plan in plans:
+        assert len(plan.picks) <= 64
+        assert len(plan.picks) * size <= room or len(plan.picks) == 1
+        assert list(plan.places) == [4096 + at * size for at in range(len(plan.picks))]
+        assert plan.span == 4096 + len(plan.picks) * size
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)

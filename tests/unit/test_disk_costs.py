@@ -83,6 +83,11 @@ class Rig:
         self.tasks: list[Task | Forget] = []
         self.settle()
 
+    @property
+    def batches(self) -> int:
+        """Of a job: 64 records or 8 MiB each."""
+        return max(BATCH * self.chunk // (8 << 20), 1)
+
     def settle(self) -> None:
         for _ in range(20):
             self.tasks += self.child.answer()
@@ -147,7 +152,7 @@ def tasks_of(rig: Rig, name: str) -> int:
 
 
 def test_the_calls_of_a_store(rig: Rig) -> None:
-    batches = rig.chunk // (32 * KIB)  # of 2 MiB
+    batches = rig.batches
     alone = rig.store([0])
     assert tasks_of(rig, "WriteBatch") == batches
     assert alone <= 284 + 78 * batches
@@ -179,4 +184,4 @@ def test_a_store_that_looks_at_each_key_is_found(rig: Rig, monkeypatch: pytest.M
         plain(self, state, packed, rows)
 
     monkeypatch.setattr(Writes, "submit_new", looks)
-    assert rig.store(range(16)) > 76 * rig.chunk // (32 * KIB) + 52
+    assert rig.store(range(16)) > 52 + 76 * rig.batches

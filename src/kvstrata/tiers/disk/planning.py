@@ -15,6 +15,8 @@ from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, SECTOR, align_u
 from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
 from kvstrata.types import I64, Bool
 
+_MOST_BATCH_BYTES = 8 << 20
+
 
 class BatchPlan(msgspec.Struct, frozen=True, gc=False):
     """Some chunks of a job that share a header block. `places` are relative to the start of the batch."""
@@ -81,7 +83,7 @@ def _straight_batches(picks: I64, lengths: I64, largest: int) -> list[BatchPlan]
     sizes = lengths.tolist()
     numbers = picks.tolist()
     if len(set(sizes)) == 1:
-        return even_batches(numbers, sizes[0], largest)
+        return even_batches(numbers, sizes[0], room)
     at = 0
     while at < len(numbers):
         end, total, places = at, 0, []
@@ -94,9 +96,14 @@ def _straight_batches(picks: I64, lengths: I64, largest: int) -> list[BatchPlan]
     return plans
 
 
-def even_batches(picks: Sequence[int], size: int, largest: int) -> list[BatchPlan]:
-    """Batches of straight slots of one size."""
-    count = max(1, min(RECORDS_PER_BATCH, min(BATCH_BYTES, largest - BLOCK) // size))
+def batch_room(segment_bytes: int) -> int:
+    """Most payload bytes of a batch of even chunks: what does not fit behind the last one of a segment is lost."""
+    return min(max(segment_bytes // 64, BATCH_BYTES), _MOST_BATCH_BYTES)
+
+
+def even_batches(picks: Sequence[int], size: int, room: int) -> list[BatchPlan]:
+    """Batches of straight slots of one size, of `room` payload bytes at most unless a single one is larger."""
+    count = max(1, min(RECORDS_PER_BATCH, room // size))
     places = range(BLOCK, BLOCK + count * size, size)
     plans = []
     for at in range(0, len(picks), count):

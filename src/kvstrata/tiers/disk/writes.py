@@ -14,7 +14,7 @@ from kvstrata.tiers.disk.desk import Desk, Written
 from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, BatchKind, Realm, Words
 from kvstrata.tiers.disk.index import words_of
 from kvstrata.tiers.disk.jobs import Job, WriteOp
-from kvstrata.tiers.disk.planning import BatchPlan, even_batches, even_size, pieces, plan_batches
+from kvstrata.tiers.disk.planning import BatchPlan, batch_room, even_batches, even_size, pieces, plan_batches
 from kvstrata.tiers.disk.segment import Segment, padded_sum
 from kvstrata.tiers.disk.tasks import Done, WriteBatch
 from kvstrata.types import DIGEST_BYTES, I64, KEY_BYTES, Bool, FailCause, Flushed, OffloadKey
@@ -98,7 +98,7 @@ class Writes:
         largest = desk.space.sizes.segment_bytes - BLOCK
         size = even_size(job.lengths, job.offsets, desk.address)
         if 0 < size <= largest - BLOCK:
-            plans = even_batches(picks, size, largest)
+            plans = even_batches(picks, size, min(batch_room(desk.space.sizes.segment_bytes), largest - BLOCK))
         else:
             size, plans = 0, self._plan_uneven(state, picks, largest, rows)
         refused: list[int] = []
