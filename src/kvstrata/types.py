@@ -1,6 +1,7 @@
 """Frozen values shared by every layer: keys, answers, causes, jobs and the events of tiers.
 
-Nothing here has behaviour beyond small pure helpers. Words are those of `docs/glossary.md`.
+Nothing here has behaviour beyond small pure helpers. Words are those of `docs/glossary.md`. What is made for every job
+is a `Struct`: it is made in a tenth of the time of a dataclass.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -119,8 +121,7 @@ class ResetReason(enum.StrEnum):
     CONTENT_INVALID = "content_invalid"  # every tier is fenced by a new epoch
 
 
-@dataclass(frozen=True, slots=True)
-class TierJob:
+class TierJob(msgspec.Struct, frozen=True):
     """One batch that a tier reads into, or writes from, primary.
 
     `keys[i]` has its bytes at `region[offsets[i] : offsets[i] + lengths[i]]`. Keys of one request come in token
@@ -146,8 +147,7 @@ class ProbeDone:
     """Set when the tier failed to find out; `answers` is then all ABSENT and counts as an error of the tier."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeysDone:
+class KeysDone(msgspec.Struct, frozen=True):
     """Progress of an unfinished job: indices into `TierJob.keys`. Each index is reported at most once."""
 
     job_id: int
@@ -155,8 +155,7 @@ class KeysDone:
     failed: Sequence[tuple[int, FailCause]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class JobEnded:
+class JobEnded(msgspec.Struct, frozen=True):
     """The job touches primary no more. Comes exactly once per accepted job, after its last `KeysDone`.
 
     Keys of the job that were reported neither done nor failed count as failed with `cause`.

@@ -193,10 +193,15 @@ class Bench:
         return [make_key(raw[at : at + 32], 0) for at in range(0, len(raw), 32)]
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Drop the chunks of a round, so that the next one finds segments that hold nothing."""
+        """Drop the chunks of a round, so that the next one finds segments that hold nothing.
+
+        The log entries of that are written before this returns: they are no part of what the next round costs.
+        """
         for at in range(0, len(keys), 1024):
             self.tier.remove(keys[at : at + 1024])
-        self._wait(set())
+        if not self.tier.drain(30.0):
+            raise CapacityError("removed chunks were not logged in 30 s")
+        self.tier.poll()
 
     def store(self, keys: Sequence[OffloadKey]) -> Pass:
         """Store a round in jobs of 64 neighbouring chunks."""

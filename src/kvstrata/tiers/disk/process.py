@@ -179,10 +179,12 @@ class _Child:
                 piece = os.read(self.answers, READ_BYTES)
             except BlockingIOError:
                 break
-            if piece:
-                pieces.append(piece)
-            else:
+            if not piece:
                 self.ended = True
+                break
+            pieces.append(piece)
+            if len(piece) < READ_BYTES:
+                break  # that was all
         return pieces
 
     def send(self) -> None:
