@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.bench.peer import scaled_figures
 from kvstrata.bench.resolve import Prepared, Side, best, measure, measure_with_threads
 from kvstrata.bench.rows import Budget, complaints
 from kvstrata.bench.workloads import LAYOUTS, PRESENCES, Workload, table
@@ -51,6 +52,11 @@ def test_threads_give_the_same_counts() -> None:
     prepared = Prepared(Workload("sliding", "all", 2, 2048))
     told = measure_with_threads(prepared)
     assert told["promoted"] == told["consumed"] == measure(prepared, sync_probe=True).promoted
+
+
+def test_what_was_measured_on_fewer_requests_is_told_for_all_of_them() -> None:
+    told = {"ready_s": 0.5, "cpu_s": 0.25, "steps": 7, "promoted": 30, "consumed": 20}
+    assert scaled_figures(told, 10.0) == {"ready_s": 5.0, "cpu_s": 2.5, "steps": 7, "promoted": 300, "consumed": 200}
 
 
 def test_resolve_writes_and_keeps_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,11 +58,11 @@ class Peer:
         told = self._script.measure(groups_of(workload), hashes, prepared.present, workload.tokens)
         return Side(**told)
 
-    def run_with_threads(self, prepared: Prepared, requests: int) -> dict[str, object]:
+    def run_with_threads(self, prepared: Prepared, requests: int) -> dict[str, float]:
         """The same with a tier that answers on a thread of its own."""
         workload = prepared.workload
         hashes = workload.hashes()[:requests]
-        told: dict[str, object] = self._script.measure_with_threads(
+        told: dict[str, float] = self._script.measure_with_threads(
             groups_of(workload), hashes, prepared.present, workload.tokens
         )
         return told
@@ -117,3 +117,9 @@ def scaled(side: Side, factor: float) -> Side:
         probed=round(side.probed * factor),
         runs=side.runs,
     )
+
+
+def scaled_figures(told: Mapping[str, float], factor: float) -> dict[str, float]:
+    """The same for a run with threads. The steps stay: requests wait side by side."""
+    counts = {name: round(told[name] * factor) for name in ("promoted", "consumed")}
+    return {**told, **counts, "ready_s": told["ready_s"] * factor, "cpu_s": told["cpu_s"] * factor}

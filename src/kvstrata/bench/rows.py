@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvstrata.bench.peer import SECONDS_PER_KEY, Peer, StandAlone, scaled
+from kvstrata.bench.peer import SECONDS_PER_KEY, Peer, StandAlone, scaled, scaled_figures
 from kvstrata.bench.resolve import Prepared, Side, best, measure, measure_with_threads
 from kvstrata.bench.workloads import Workload
 from kvstrata.runtime.clock import SystemClock
@@ -16,9 +16,6 @@ AGREEMENT = 0.20
 """How far vLLM's figures may be from those of the stand-alone script."""
 MORE_RUNS = 5
 """How often more both are measured before they count as apart: other work on the machine moves single runs."""
-THREAD_KEYS = 100_000
-"""Rows with more keys are not measured with threads as well."""
-
 Row = dict[str, Any]
 
 
@@ -69,8 +66,8 @@ def measure_row(prepared: Prepared, sides: Sides, budget: Budget) -> Row:
         row["late_probes"] = {"kvstrata": late.as_row()}
         if sides.peer is not None:
             _add_peer(row, prepared, own, sides.peer, sides.alone, budget)
-        if sides.threads and row["keys"] <= THREAD_KEYS:
-            _add_threads(row, prepared, sides)
+        if sides.threads:
+            _add_threads(row, prepared, sides.peer, budget)
     except Exception as error:  # one row that fails must not hide the others
         row["error"] = f"{type(error).__name__}: {error}"
     return row
@@ -124,11 +121,15 @@ def _in_turn(row: Row, prepared: Prepared, requests: int, peer: Peer, alone: Sta
     return side
 
 
-def _add_threads(row: Row, prepared: Prepared, sides: Sides) -> None:
-    """Once with tiers that answer on a thread of their own."""
+def _add_threads(row: Row, prepared: Prepared, peer: Peer | None, budget: Budget) -> None:
+    """Once with tiers that answer on a thread of their own; vLLM's side on as many requests as its other runs."""
     row["executors"] = {"kvstrata": measure_with_threads(prepared)}
-    if sides.peer is not None:
-        row["executors"]["vllm"] = sides.peer.run_with_threads(prepared, prepared.workload.requests)
+    if peer is not None:
+        requests = budget.requests(prepared.workload)
+        told = peer.run_with_threads(prepared, requests)
+        row["executors"]["vllm"] = scaled_figures(told, prepared.workload.requests / requests) | {
+            "measured_requests": requests
+        }
 
 
 def complaints(row: Mapping[str, Any]) -> list[str]:
