@@ -20,8 +20,8 @@ def bench_interference(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     chunk: Annotated[str, typer.Option(help="Bytes of one chunk.")] = "256KiB",
     volume: Annotated[str, typer.Option(help="Bytes that are read again and again.")] = "256MiB",
-    pairs: Annotated[int, typer.Option(help="Phases without and with loads, in turn.")] = 5,
-    seconds: Annotated[float, typer.Option(help="Length of one phase.")] = 2.0,
+    pairs: Annotated[int, typer.Option(help="Phases without and with loads, in turn.")] = 50,
+    seconds: Annotated[float, typer.Option(help="Length of one phase.")] = 0.3,
     pin: Annotated[bool, typer.Option(help="Give the engine's thread and the I/O process cores of their own.")] = True,
 ) -> None:
     """Slow-down of a busy pure-Python thread while the disk tier loads, with its I/O in a process and in threads."""
