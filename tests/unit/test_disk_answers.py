@@ -110,21 +110,6 @@ def test_an_engine_that_looks_by_itself_is_not_rung_for(pipes: Pipes) -> None:
     assert len(seen) > 980
 
 
-def test_an_engine_that_looks_by_itself_is_not_rung_for_when_answers_are_rare(pipes: Pipes) -> None:
-    seen, rings = [], 0
-    for tick in range(4000):  # an answer every six and a half milliseconds
-        if tick % 26 == 0:
-            pipes.report()
-        pipes.flush()
-        if tick % 10 == 6:
-            seen += pipes.fetch()
-            rings += pipes.rings()
-        pipes.clock.advance(_HOLD_LOADS_S / 4)
-    assert rings <= 5  # until it has been there before the bell for once
-    assert seen == list(range(1, len(seen) + 1))
-    assert len(seen) >= 150
-
-
 def test_an_engine_that_does_not_come_is_rung_for_once_until_it_does(pipes: Pipes) -> None:
     for _ in range(1000):
         pipes.report()

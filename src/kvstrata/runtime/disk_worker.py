@@ -96,7 +96,6 @@ class _Outbox:
         self._due = 0.0
         self._hold = _HOLD_LOADS_S
         self._ring_at: float | None = None  # None: nothing is there to be rung for
-        self._rung = True  # whether the bell was needed for what was sent last
         self._comes = False  # whether the engine came by itself last time
 
     def report(self, done: Done, load: bool) -> None:
@@ -120,8 +119,7 @@ class _Outbox:
                 self._send(now, alone)
         if self._ring_at is not None and now >= self._ring_at:
             self._ring_at = None
-            self._rung = self._unfetched() > 0
-            if self._rung:
+            if self._unfetched():
                 ring(self._bell)
         next_at = [at for at in (self._due if self._held else None, self._ring_at) if at is not None]
         return max(min(next_at) - now, 0.0) if next_at else _LOOK_FOR_PARENT_S
@@ -134,8 +132,7 @@ class _Outbox:
         # Looked at after it is sent: if older ones still lie there, whoever fetches those fetches these too.
         fetched = self._unfetched() <= len(message)
         if fetched:
-            self._comes = not self._rung
-            self._rung = False
+            self._comes = self._ring_at is not None  # no ring was needed
         if alone:
             self._ring_at = now
         elif fetched:
