@@ -11,12 +11,10 @@ from engine_models import make
 pytestmark = pytest.mark.engine
 PAIR = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 TOKENS = prompt(700, seed=1)
-PATIENT = {"stall_s": 60.0, "total_s": 60.0}
-"""Ranks spin for all that their processors have; no clock is the subject here."""
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    model, disk = make(tmp_path, "llama"), storage(tmp_path / "disk", core=PATIENT)
+    model, disk = make(tmp_path, "llama"), storage(tmp_path / "disk")
     lost = tmp_path / "lost"
     with Engine(model, disk, {**PAIR, "ENGINE_TEST_LOST_STORES": str(lost)}, tensor_parallel_size=2) as engine:
         cold = one(engine, TOKENS)
@@ -39,18 +37,17 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert engine.look()["reserved"] == 0
     with Engine(model, disk, {**PAIR, "ENGINE_TEST_BAD_RANK": "1"}, tensor_parallel_size=2) as again:
         back = one(again, TOKENS)  # promoted from disk; rank 1 fails to copy it
-        again.run_out()  # the other rank may still be at its copy when the request has been computed
         looked = again.look()
         assert (back["cached"], back["reason"]) == (0, "length")
         assert back["tokens"] == own["tokens"]
-        assert again.stories()[0]["cause"] == "load_failed", (looked, again.stories())
         assert looked["load_failures"] == 1
         assert looked["pinned"] == 0
+        assert again.stories()[0]["cause"] == "load_failed"
 
 
 def test_what_both_ranks_have_alike_is_stored_once(tmp_path: Path) -> None:
     """A model with one head of keys and values, whose group vLLM is made to call the same on all ranks."""
-    model, disk = make(tmp_path, "single"), storage(tmp_path / "disk", core=PATIENT)
+    model, disk = make(tmp_path, "single"), storage(tmp_path / "disk")
     with Engine(model, disk, {**PAIR, "ENGINE_TEST_REPLICATED": "1"}, tensor_parallel_size=2) as engine:
         own = one(engine, TOKENS)
         engine.reset()
