@@ -20,7 +20,8 @@ from kvstrata.runtime.clock import SystemClock
 from kvstrata.runtime.executor import Signal, ThreadExecutor
 from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE, chunk_keys
 from kvstrata.tiers.base import TierContext
-from kvstrata.tiers.disk import DiskTier
+from kvstrata.tiers.disk import DiskTier, process
+from kvstrata.tiers.disk import tier as disk_tier
 from kvstrata.tiers.disk.acquire import acquire
 from kvstrata.tiers.disk.io import SystemFiles
 from kvstrata.tiers.disk.segment import divide
@@ -127,6 +128,44 @@ def test_what_was_stored_is_loaded_and_survives_close(rig: Rig, tmp_path: Path) 
     assert again.run("load", 1) == (COUNT, set())
     assert (again.view[half:] == rig.view[half:]).all()
     again.end()
+
+
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let the I/O process be this program."""
+    (folder / "another_worker.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(process, "WORKER_MODULE", "another_worker")
+
+
+def test_an_opening_waits_for_the_io_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that starts slowly must not use up the clocks of the first jobs."""
+    there = tmp_path / "there"
+    program(
+        tmp_path,
+        monkeypatch,
+        f"from kvstrata.runtime.disk_worker import main; open({str(there)!r}, 'w').close(); main()",
+    )
+    rig = Rig(tmp_path / "tier")
+    try:
+        assert there.exists()
+        assert rig.run("store", 0) == (COUNT, set())
+    finally:
+        rig.end()
+
+
+@pytest.mark.parametrize("text", ["import signal; signal.pause()", "raise SystemExit(1)"], ids=["hangs", "dies"])
+def test_an_opening_goes_on_without_an_io_process_that_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    program(tmp_path, monkeypatch, text)
+    monkeypatch.setattr(disk_tier, "START_S", 0.01 if "pause" in text else 20.0)
+    rig = Rig(tmp_path / "tier")
+    try:
+        assert "its I/O process is not there" in caplog.text
+        if "pause" not in text:  # nothing is in its hands for ever
+            assert rig.run("store", 0) == (0, {FailCause.IO_ERROR})
+    finally:
+        rig.end()
 
 
 @pytest.mark.scenario_80

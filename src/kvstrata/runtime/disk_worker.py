@@ -183,6 +183,8 @@ def serve(spec: WorkerSpec) -> None:
         files.call_queue(_SPARE_CALLS + 2 * spec.width + spec.write_depth) if spec.direct and spec.call_queue else None
     )
     workshop = Workshop(files, spec.directory, region, direct=spec.direct, alone=queue is not None)
+    _send(spec.answers, frame(msgspec.msgpack.encode(Answers([]))))  # it is there
+    ring(spec.bell)
     if queue is None:
         _serve_by_threads(spec, workshop)
     else:

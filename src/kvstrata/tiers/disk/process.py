@@ -10,6 +10,9 @@ Answers are read by whoever polls, and nobody else touches them. A bell beside t
 time to look: a slice of waiting for it runs on the context's executor, which therefore has to be one with threads. The
 bell is not rung for answers that are fetched in time anyway: each ring makes a thread of the engine give up the
 interpreter, to one that may have to wait for a core of its own.
+
+The first answer says that the process is there. An opening waits for it: on a busy machine a start takes seconds,
+which would else pass on the clocks of the first jobs.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ _LOAD_BYTES = 16 << 20
 _LISTEN_S = 0.25
 _LISTEN_TURNS = 64
 _GLANCE_S = 0.001
+START_S = 30.0
+"""So long an opening waits for the process at most."""
 _RESTART_FIRST_S = 0.1
 _RESTART_MOST_S = 10.0
 _CAUSES = frozenset({"", NOT_THERE, *FailCause})
@@ -249,7 +254,7 @@ class ProcessWorkers:
             pin_cpus=list(settings.pin_cpus),
         )
         self._inherited = (region_fd, directory, lock)
-        self._arrived: list[bytes] = []  # what came while it was being closed
+        self._arrived: list[bytes] = []  # what came while it began or was being closed
         self._frames = Frames()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Answers)
@@ -272,6 +277,14 @@ class ProcessWorkers:
     def process_id(self) -> int | None:
         """Of the running process, None between two lives."""
         return None if self._child is None else self._child.process.pid
+
+    def await_start(self, timeout: float) -> bool:
+        """Wait until the process is there, at most `timeout` seconds; whether it is. It takes tasks in any case."""
+        child = self._child
+        if child is None or not child.wait(timeout):
+            return False
+        self._arrived += child.fetch()
+        return not child.ended
 
     def push(self, task: Task) -> None:
         """See `volume.Workers`."""

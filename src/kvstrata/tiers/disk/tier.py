@@ -24,7 +24,7 @@ from kvstrata.tiers.disk.format import BLOCK, Reject
 from kvstrata.tiers.disk.io import Files, SystemFiles, aligned_buffer, read_all, write_all
 from kvstrata.tiers.disk.jobs import Jobs, TestOp
 from kvstrata.tiers.disk.lanes import LocalWorkers
-from kvstrata.tiers.disk.process import ProcessSettings, ProcessWorkers
+from kvstrata.tiers.disk.process import START_S, ProcessSettings, ProcessWorkers
 from kvstrata.tiers.disk.segment import Sizes, divide
 from kvstrata.tiers.disk.tasks import Sync
 from kvstrata.tiers.disk.volume import Volume
@@ -165,6 +165,8 @@ class DiskTier:
         self._try_at = self._look_at = context.clock.monotonic()
         self._outcomes.clear()
         self._adopt(context, self._acquire(context))
+        if isinstance(self._workers, ProcessWorkers) and not self._workers.await_start(START_S):
+            _log.warning("tier %s: its I/O process is not there after at most %.0f s", self.name, START_S)
 
     def _check_settings(self) -> None:
         if self._limit is not None and self._limit < 1:
