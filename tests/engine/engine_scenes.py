@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -202,13 +203,13 @@ def _striker(host: Any) -> Striker:
 def dependencies(host: Any, prompt: list[int]) -> list[str]:
     """Every method that is called when everything is well, by object and name."""
     seen = _striker(host)
-    _everything(host, prompt, 0)
+    _everything(host, prompt, 0, seen)
     seen.restore()
     return sorted(seen.called)
 
 
-def _everything(host: Any, prompt: list[int], number: int) -> dict[str, Any]:
-    """A request that stores, one that loads from the tier, one that is aborted, counters, a reset of the content."""
+def _everything(host: Any, prompt: list[int], number: int, seen: Striker) -> dict[str, Any]:
+    """Requests that store, load from the tier, and are aborted, one while the tier reads; counters; a reset."""
     from engine_kit import prompt as fresh
 
     host.generate([fresh(300, seed=2000 + number)])
@@ -220,9 +221,37 @@ def _everything(host: Any, prompt: list[int], number: int) -> dict[str, Any]:
     host.step(2)
     host.abort([name])
     host.run_out()
+    _abort_while_the_tier_reads(host, prompt, seen)
+    host.side._alarms_due = -math.inf  # what is looked at every ten seconds is due
     host.metrics()
     host.reset(connector=True)
     return answer
+
+
+def _abort_while_the_tier_reads(host: Any, prompt: list[int], seen: Striker) -> None:
+    """The one thing that has a job cancelled, with a read that cannot end first; nothing happens if none begins."""
+    _evict(host)
+    host.reset()
+    tier = host.side.stack.tiers[0].tier
+    real, kept = tier.submit_load, []
+    tier.submit_load = kept.append
+    name = host.add(prompt)
+    while not kept and _internal(host, name) is not None:
+        host.step()
+    cancels = _times(seen, "guard.cancel")
+    host.abort([name])
+    for _ in range(50 if kept else 0):
+        if _times(seen, "guard.cancel") > cancels:
+            break
+        pause(0.02)
+    tier.submit_load = real
+    for job in kept:
+        type(tier).submit_load(tier, job)  # it was handed over before: a struck method cannot refuse it now
+    host.run_out()
+
+
+def _times(seen: Striker, place: str) -> int:
+    return seen.called[place] + seen.struck[place]
 
 
 def _hand_over(host: Any) -> None:
@@ -256,7 +285,7 @@ def with_fault(host: Any, place: str, prompt: list[int], number: int) -> dict[st
             host.generate([prompt])
             host.settle()
             faults.strike(place)
-            answers.append(_everything(host, prompt, number + 40 * len(answers)))
+            answers.append(_everything(host, prompt, number + 40 * len(answers), faults))
             for _ in range(5):  # what the driver's thread does in its own time
                 if faults.struck[place]:
                     break
