@@ -33,7 +33,7 @@ MAX_SIZE = 2**63 - 1
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?:(?P<prefix>[kmgtp])(?P<binary>i?))?(?P<unit>b?)", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
-_DERIVED = frozenset({"capacity_bytes", "alignment", "no_cascade"})
+_DERIVED = frozenset({"capacity_bytes", "alignment", "tail_room", "no_cascade"})
 """Fields of `CoreConfig` that follow from other settings and are no options."""
 
 S = TypeVar("S", bound="Section")

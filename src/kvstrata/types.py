@@ -195,6 +195,8 @@ class Capabilities:
     """Most keys in one probe or job."""
     shared: bool = False
     """Others write this tier too: content verdicts on its keys expire with a back-off."""
+    tail_room: int = 0
+    """Bytes behind every payload in primary that would spare this tier work, if it is given them."""
 
 
 @dataclass(frozen=True, slots=True)

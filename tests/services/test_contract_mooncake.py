@@ -11,6 +11,7 @@ from services_kit import find_server
 
 from kvstrata.testing.server_contract import PART, SCOPE, ServerTierContract
 from kvstrata.tiers.base import Tier
+from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.mooncake import MooncakeTier
 from kvstrata.types import OffloadKey
 
@@ -31,6 +32,8 @@ def connection(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Moonc
 
 
 class TestMooncakeTier(ServerTierContract):
+    """Without tail room: header and payload are two pieces."""
+
     strict_lru = False  # the store keeps no time of use: after a restart the order is any
 
     @pytest.fixture(autouse=True)
@@ -42,11 +45,11 @@ class TestMooncakeTier(ServerTierContract):
         return self.faulty(MooncakeTier(limit=limit, part=PART, admin=self.server.admin, store=self.store))
 
     def name(self, key: OffloadKey) -> str:
-        return f"kvstrata/chunk/{PART}/{SCOPE.hex()}/{key.hex()}"
+        return f"kvstrata/record/{PART}/{SCOPE.hex()}/{key.hex()}"
 
     def damage(self, tier: Tier, key: OffloadKey) -> None:
         value = bytearray(self.store.get(self.name(key)))
-        value[-1] ^= 0xFF
+        value[0] ^= 0xFF
         assert self.store.upsert(self.name(key), bytes(value)) == 0
 
     def delete(self, tier: Tier, key: OffloadKey) -> None:
@@ -60,5 +63,11 @@ class TestMooncakeTier(ServerTierContract):
     def recount(self) -> int:
         tier = MooncakeTier(admin=self.server.admin, store=self.store)
         return sum(
-            self.store.get_size(name) for name in tier._mooncake._all_names() if name.startswith("kvstrata/chunk/")
+            self.store.get_size(name) for name in tier._mooncake._all_names() if name.startswith("kvstrata/record/")
         )
+
+
+class TestMooncakeTierWithTailRoom(TestMooncakeTier):
+    """The header stands behind its payload, and nothing is written behind that."""
+
+    tail_room = HEADER_BYTES

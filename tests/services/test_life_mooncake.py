@@ -27,6 +27,8 @@ from kvstrata.tiers.server.core import State
 from kvstrata.types import FailCause
 
 CHUNK = 4096
+ROOMY_CHUNK = 16384
+"""So large that primary can afford tail room."""
 TOKENS = 16
 LAYOUT = one_group(CHUNK, TOKENS)
 SEGMENT = 64 << 20
@@ -42,30 +44,39 @@ def config(**how: object) -> CoreConfig:
 
 
 WRONG: dict[str, tuple[Callable[[bytes, bytes], bytes], set[FailCause]]] = {
-    "altered": (lambda good, _: good[:-1] + bytes([good[-1] ^ 1]), {FailCause.CORRUPT}),
+    "altered": (lambda good, _: bytes([good[0] ^ 1]) + good[1:], {FailCause.CORRUPT}),
+    "with an altered header": (lambda good, _: good[:-1] + bytes([good[-1] ^ 1]), {FailCause.CORRUPT}),
     "empty": (lambda good, _: b"", {FailCause.WRONG_SIZE, FailCause.GONE}),
     "short": (lambda good, _: good[:100], {FailCause.WRONG_SIZE}),
     "long": (lambda good, _: good + b"x", {FailCause.WRONG_SIZE}),
     "of another key": (lambda _, other: other, {FailCause.FOREIGN}),
+    "with the header of another key": (
+        lambda good, other: good[:-HEADER_BYTES] + other[-HEADER_BYTES:],
+        {FailCause.FOREIGN},
+    ),
+    "header first": (lambda good, _: good[-HEADER_BYTES:] + good[:-HEADER_BYTES], {FailCause.CORRUPT}),
+    "payload alone": (lambda good, _: good[:-HEADER_BYTES], {FailCause.WRONG_SIZE}),
     "of another namespace": (lambda good, _: of_another_namespace(good), {FailCause.FOREIGN}),
 }
 
 
 def of_another_namespace(record: bytes) -> bytes:
     """The same payload and key, as another model's engine would write them."""
-    key, payload = record[40:76], record[HEADER_BYTES:]
-    return make_header(Identity(OTHER_NAMESPACE, LAYOUT_TAG), key, len(payload), record[88:104]) + payload
+    payload, header = record[:-HEADER_BYTES], record[-HEADER_BYTES:]
+    return payload + make_header(Identity(OTHER_NAMESPACE, LAYOUT_TAG), header[40:76], len(payload), header[88:104])
 
 
+@pytest.mark.parametrize("chunk", [CHUNK, ROOMY_CHUNK], ids=["two pieces", "one piece"])
 @pytest.mark.parametrize("how", WRONG)
-def test_mooncake_wrong_content_is_a_miss_and_is_counted(mooncake_server: MooncakeServer, how: str) -> None:
+def test_mooncake_wrong_content_is_a_miss_and_is_counted(mooncake_server: MooncakeServer, how: str, chunk: int) -> None:
     tier = tier_of(mooncake_server)
-    with Node(LAYOUT, [tier]) as node:
+    with Node(one_group(chunk, TOKENS), [tier], chunks=64) as node:
+        assert tier._mooncake.tail_room == (HEADER_BYTES if chunk == ROOMY_CHUNK else 0)
         node.store("a", 8 * TOKENS)
         node.forget()
         scope = NAMESPACE.hex() + LAYOUT_TAG.to_bytes(8, "big").hex()
         store = tier._mooncake.store
-        names = [f"kvstrata/chunk/one/{scope}/{key.hex()}" for key in node.keys("a", 8 * TOKENS)[0]]
+        names = [f"kvstrata/record/one/{scope}/{key.hex()}" for key in node.keys("a", 8 * TOKENS)[0]]
         good, other = (bytes(store.get(name)) for name in names[2:4])
         make, causes = WRONG[how]
         store.remove(names[2], True)
@@ -358,3 +369,19 @@ def test_mooncake_a_part_that_is_released_gives_back_its_quota(mooncake_server: 
         with Node(LAYOUT, [two]) as node:
             node.wait_for(lambda: two._state is State.READY, 10)
             assert node.load("a", 8 * TOKENS) == 0
+
+
+def test_mooncake_records_with_their_header_first_are_gone_from_the_own_part(mooncake_server: MooncakeServer) -> None:
+    with Node(LAYOUT, [tier_of(mooncake_server, "keeper")]) as keeper:
+        store = keeper.tiers[0].tier._mooncake.store  # type: ignore[attr-defined]
+        old = [f"kvstrata/chunk/{part}/{NAMESPACE.hex()}/00" for part in ("one", "two")]
+        for name in old:
+            assert store.put(name, b"a header, then a payload") == 0
+        tier = tier_of(mooncake_server, "one", segment=0)
+        with Node(LAYOUT, [tier]) as node:
+            node.wait_for(lambda: tier._state is State.READY, 10)
+            assert store.batch_is_exist(old) == [0, 1], "what another part has is its own affair"
+            node.store("a", 8 * TOKENS)
+            assert node.load("a", 8 * TOKENS) == 8 * TOKENS
+            node.settle()
+            node.check_idle()

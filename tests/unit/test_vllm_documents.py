@@ -15,7 +15,7 @@ from kvstrata.integrations.vllm import options, settings, stats, versions
 from kvstrata.tiers.disk.tier import DiskTier
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
-SET_ELSEWHERE = {"capacity_bytes", "alignment", "no_cascade"}
+SET_ELSEWHERE = {"capacity_bytes", "alignment", "tail_room", "no_cascade"}
 """Fields of the core that follow from primary's size and the tiers' own options."""
 FOR_TESTS = {"self", "name", "files", "verify"}
 

@@ -21,7 +21,8 @@ import typer
 
 from kvstrata.cli.bench_clients import WIDTHS, Bare, bare_client
 from kvstrata.cli.bench_disk import parse_bytes
-from kvstrata.config import TierConfig, load_config, parse_size
+from kvstrata.config import MAX_SIZE, TierConfig, load_config, parse_size
+from kvstrata.core.pages import affordable_tail_room, slot_bytes
 from kvstrata.errors import ConfigError
 from kvstrata.integrations.vllm.stack import TIER_THREADS, tier_options
 from kvstrata.primary.region import SharedRegion
@@ -32,6 +33,7 @@ from kvstrata.tiers.registry import make_tier
 from kvstrata.types import JobEnded, KeysDone, OffloadKey, TierJob, TierUsage, make_key
 
 JOB_CHUNKS = 64
+SLOT_ALIGNMENT = 4096
 STUCK_S = 120.0
 HEARTBEAT_S = 0.25
 TRIES = 2
@@ -84,8 +86,11 @@ def describe(row: dict[str, Any]) -> str:
 
 def measure(entry: TierConfig, size: int, count: int, pairs: int) -> dict[str, Any]:
     """All passes with chunks of one size."""
-    with SharedRegion(size * count) as region:
-        bench = Bench(entry, region, size, count)
+    tier: Tier = make_tier(entry.type, name=entry.name, **tier_options(entry.options, entry.name))
+    room = affordable_tail_room(tier.capabilities.tail_room, MAX_SIZE, [size], SLOT_ALIGNMENT)
+    stride = slot_bytes(size, SLOT_ALIGNMENT, room)
+    with SharedRegion(stride * count) as region:
+        bench = Bench(tier, region, size, [at * stride for at in range(count)], room)
         try:
             return {"chunk_bytes": size, "chunks": count, **bench.run(pairs)}
         finally:
@@ -101,20 +106,27 @@ class Best:
 
 
 class Bench:
-    """One open tier and the bare library beside it, with a region of `count` chunks."""
+    """One tier, which it opens, and the bare library beside it; chunks of `size` bytes lie at `offsets` of a region."""
 
-    def __init__(self, entry: TierConfig, region: SharedRegion, size: int, count: int) -> None:
-        self.size, self.count = size, count
+    def __init__(self, tier: Tier, region: SharedRegion, size: int, offsets: Sequence[int], tail_room: int) -> None:
+        self.size, self.count, self._offsets = size, len(offsets), offsets
         self._view = np.frombuffer(region.view, np.uint8)
-        self._chunks = [region.view[at * size : (at + 1) * size] for at in range(count)]
+        self._chunks = [region.view[at : at + size] for at in offsets]
         self._clock, self._signal = SystemClock(), Signal()
         self._executor = ThreadExecutor("bench-tier", TIER_THREADS)
         self._jobs = 0
         self._rng = np.random.default_rng(11)
-        self.tier: Tier = make_tier(entry.type, name=entry.name, **tier_options(entry.options, entry.name))
+        self.tier = tier
         self.tier.open(
             TierContext(
-                region.view, b"bench-namespace!", 1, self._clock, self._executor, self._signal.set, region.fileno()
+                region.view,
+                b"bench-namespace!",
+                1,
+                self._clock,
+                self._executor,
+                self._signal.set,
+                region.fileno(),
+                tail_room,
             )
         )
         trouble = self.tier.self_test()
@@ -183,8 +195,7 @@ class Bench:
             part = keys[at : at + JOB_CHUNKS]
             self._jobs += 1
             open_jobs.add(self._jobs)
-            offsets = [(at + index) * self.size for index in range(len(part))]
-            submit(TierJob(self._jobs, part, offsets, [self.size] * len(part)))
+            submit(TierJob(self._jobs, part, self._offsets[at : at + len(part)], [self.size] * len(part)))
         done = 0
 
         def ended() -> bool:

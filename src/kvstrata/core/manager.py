@@ -95,7 +95,11 @@ class TieringOffloadingManager:
         self, layout: Layout, config: CoreConfig, tiers: Sequence[TierPort], *, ranks: int = 1, events: bool = False
     ) -> None:
         residency = Residency(
-            config.capacity_bytes, layout.chunk_bytes, make_policy(config.policy), alignment=config.alignment
+            config.capacity_bytes,
+            layout.chunk_bytes,
+            make_policy(config.policy),
+            alignment=config.alignment,
+            tail_room=config.tail_room,
         )
         self._core = core = CoreState(layout, config, tiers, residency, ranks)
         core.events_on = events

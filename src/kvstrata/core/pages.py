@@ -11,6 +11,9 @@ _MAX_SLOTS_TRIED = 64
 _MAX_GROUPS = 32_767
 _TOLERANCE = 0.0005
 
+TAIL_ROOM_COST = 0.02
+"""Largest share by which slots may grow for tail room."""
+
 
 @dataclass(frozen=True, slots=True)
 class SizeClass:
@@ -24,7 +27,8 @@ class SizeClass:
 class Geometry:
     """How `capacity_bytes` are cut: `pages` pages of `page_bytes`; what is left over at the end is not used.
 
-    `class_of[g]` is the size class of group g, `lengths[g]` the true bytes of one of its chunks.
+    `class_of[g]` is the size class of group g, `lengths[g]` the true bytes of one of its chunks. Behind each chunk its
+    slot has at least `tail_room` bytes more, in which one tier may write while it works on the chunk.
     """
 
     capacity_bytes: int
@@ -33,6 +37,7 @@ class Geometry:
     classes: tuple[SizeClass, ...]
     class_of: tuple[int, ...]
     lengths: tuple[int, ...]
+    tail_room: int = 0
 
     @property
     def region_bytes(self) -> int:
@@ -40,13 +45,15 @@ class Geometry:
         return self.pages * self.page_bytes
 
 
-def make_geometry(capacity_bytes: int, group_bytes: Sequence[int], alignment: int = 1) -> Geometry:
+def make_geometry(capacity_bytes: int, group_bytes: Sequence[int], alignment: int = 1, tail_room: int = 0) -> Geometry:
     """Cuts primary for groups whose chunks have `group_bytes` bytes, every slot at a multiple of `alignment`.
 
     Raises `ConfigError` when a size makes no sense or the largest chunk does not fit once.
     """
     if alignment < 1:
         raise ConfigError(f"primary: alignment must be at least 1 byte, not {alignment}")
+    if tail_room < 0:
+        raise ConfigError(f"primary: tail room must be at least 0 bytes, not {tail_room}")
     if not group_bytes:
         raise ConfigError("primary: there are no groups to hold chunks of")
     if len(group_bytes) > _MAX_GROUPS:
@@ -54,7 +61,7 @@ def make_geometry(capacity_bytes: int, group_bytes: Sequence[int], alignment: in
     for group, length in enumerate(group_bytes):
         if length < 1:
             raise ConfigError(f"primary: group {group} has chunks of {length} bytes")
-    aligned = [-(-length // alignment) * alignment for length in group_bytes]
+    aligned = [slot_bytes(length, alignment, tail_room) for length in group_bytes]
     strides = sorted(set(aligned))
     if capacity_bytes < strides[-1]:
         raise ConfigError(
@@ -69,7 +76,23 @@ def make_geometry(capacity_bytes: int, group_bytes: Sequence[int], alignment: in
         classes=tuple(SizeClass(stride, page // stride) for stride in strides),
         class_of=tuple(strides.index(stride) for stride in aligned),
         lengths=tuple(group_bytes),
+        tail_room=tail_room,
     )
+
+
+def slot_bytes(length: int, alignment: int, tail_room: int = 0) -> int:
+    """What a slot takes for a chunk of `length` bytes and the room behind it."""
+    return -(-(length + tail_room) // alignment) * alignment
+
+
+def affordable_tail_room(wanted: int, capacity_bytes: int, group_bytes: Sequence[int], alignment: int) -> int:
+    """`wanted` bytes behind each chunk, or 0 where that makes a slot of some group larger than `TAIL_ROOM_COST` allows,
+    or primary too small for one chunk of each group.
+    """
+    roomy = [slot_bytes(length, alignment, wanted) for length in group_bytes]
+    plain = [slot_bytes(length, alignment) for length in group_bytes]
+    cheap = all(with_room <= without * (1 + TAIL_ROOM_COST) for with_room, without in zip(roomy, plain, strict=True))
+    return wanted if cheap and sum(roomy) <= capacity_bytes else 0
 
 
 def choose_page_bytes(capacity_bytes: int, strides: Sequence[int]) -> int:

@@ -66,9 +66,15 @@ class Residency:
     """
 
     def __init__(
-        self, capacity_bytes: int, group_bytes: Sequence[int], policy: EvictionPolicy, *, alignment: int = 1
+        self,
+        capacity_bytes: int,
+        group_bytes: Sequence[int],
+        policy: EvictionPolicy,
+        *,
+        alignment: int = 1,
+        tail_room: int = 0,
     ) -> None:
-        self.geometry: Geometry = make_geometry(capacity_bytes, group_bytes, alignment)
+        self.geometry: Geometry = make_geometry(capacity_bytes, group_bytes, alignment, tail_room)
         self.table = SlotTable(self.geometry)
         self.policies = [policy] + [policy.fresh() for _ in self.geometry.classes[1:]]
         self.index = KeyIndex()

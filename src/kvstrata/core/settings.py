@@ -24,6 +24,8 @@ class CoreConfig:
     """Bytes of primary that the core may divide into slots."""
     alignment: int = 1
     """Every slot starts at a multiple of this many bytes."""
+    tail_room: int = 0
+    """Every slot has at least this many bytes behind its chunk, for one tier (`tiers.base.TierContext.tail_room`)."""
     policy: str = "lru"
     """Name of the eviction policy of primary."""
 
@@ -116,6 +118,7 @@ _POSITIVE = (
 _COUNTS = {
     "capacity_bytes": 0,
     "alignment": 1,
+    "tail_room": 0,
     "max_fetch_rounds": 1,
     "max_verdicts": 1,
     "max_requests": 1,

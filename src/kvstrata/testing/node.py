@@ -11,6 +11,7 @@ Payloads follow from the keys, so that any two nodes know what the other one mus
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from kvstrata.core.manager import Statistics, TieringOffloadingManager
 from kvstrata.core.messages import RequestOptions
 from kvstrata.core.settings import CoreConfig
+from kvstrata.core.tail_room import share_tail_room
 from kvstrata.layout.groups import Group, Layout
 from kvstrata.layout.kinds import FullAttention
 from kvstrata.runtime.clock import SystemClock
@@ -66,12 +68,14 @@ class Node:
 
     def open(self) -> Node:
         """Open the tiers and start the driver's thread. Raises what a tier's `open` raises."""
+        self.config, shares = share_tail_room(self.config, self.layout.chunk_bytes, self.tiers)
         manager = TieringOffloadingManager(self.layout, self.config, self.tiers)
         self.driver = Driver(manager, self.tiers, self.clock, strict=True)
-        for tier in self.tiers:
+        for tier, tail_room in zip(self.tiers, shares, strict=True):
             executor = ThreadExecutor(f"node-{tier.name}", self._threads)
             self._executors.append(executor)
-            tier.open(TierContext(self.view, self._namespace, LAYOUT_TAG, self.clock, executor, self.driver.wake))
+            context = TierContext(self.view, self._namespace, LAYOUT_TAG, self.clock, executor, self.driver.wake)
+            tier.open(dataclasses.replace(context, tail_room=tail_room))
             if tier.open_error is not None:
                 raise tier.open_error
         self.driver.start()

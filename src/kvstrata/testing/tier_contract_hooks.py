@@ -24,6 +24,8 @@ class TierContractHooks:
     """Whether what was stored is there after close and open of a new tier in the same place."""
     strict_lru: ClassVar[bool] = True
     """Whether single chunks are evicted coldest first. False for tiers that reclaim by larger units."""
+    tail_room: ClassVar[int] = 0
+    """Bytes behind each chunk that the tier is given (`TierContext.tail_room`); what lies behind those is guarded."""
 
     place: Path
 
@@ -83,6 +85,7 @@ class TierContractHooks:
     ) -> TierHarness:
         """An open tier that can hold `chunks` chunks, with its harness."""
         limit = None if chunks is None else self.capacity(chunks)
+        how = {"tail_room": self.tail_room, **how}
         rig = TierHarness(self.make(limit), chunk_bytes=self.chunk_bytes, seed=seed, slots=slots, **how)  # type: ignore[arg-type]
         self._rigs.append(rig)
         return rig.open()

@@ -37,7 +37,7 @@ class LifeContract(TierContractHooks):
             rig.store([key])
             rig.clock.advance(1.0)
         rig.close()
-        again = TierHarness(self.make(self.capacity(10)), chunk_bytes=self.chunk_bytes)
+        again = TierHarness(self.make(self.capacity(10)), chunk_bytes=self.chunk_bytes, tail_room=self.tail_room)
         self._rigs.append(again)
         again.over_limit_at_open = True
         again.open()

@@ -53,7 +53,7 @@ class RoomContract(TierContractHooks):
     def test_a_chunk_larger_than_the_limit_has_no_space(self) -> None:
         rig = self.rig(chunks=1)
         big = self.capacity(1) + 1
-        wide = TierHarness(rig.tier, chunk_bytes=big, slots=2)
+        wide = TierHarness(rig.tier, chunk_bytes=big, slots=2, tail_room=self.tail_room)
         rig.close()
         wide.open()
         assert wide.store(chunk_keys(1)).causes == [FailCause.NO_SPACE]

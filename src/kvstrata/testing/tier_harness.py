@@ -98,9 +98,11 @@ class TierHarness:
         layout_tag: int = LAYOUT_TAG,
         clock: ManualClock | None = None,
         seed: int | None = None,
+        tail_room: int = 0,
     ) -> None:
         self.tier = tier
         self.chunk_bytes = chunk_bytes
+        self.tail_room = tail_room
         self.clock = clock or ManualClock()
         self.executor = ManualExecutor(seed)
         self.wakes = 0
@@ -119,7 +121,8 @@ class TierHarness:
 
     @property
     def _stride(self) -> int:
-        return 2 * self.chunk_bytes + 64  # the upper part of each slot is a guard zone
+        # behind the chunk and its tail room, the upper part of each slot is a guard zone
+        return 2 * self.chunk_bytes + self.tail_room + 64
 
     @property
     def free_slots(self) -> int:
@@ -143,6 +146,7 @@ class TierHarness:
             clock=self.clock,
             executor=self.executor,
             wake=self._woken,
+            tail_room=self.tail_room,
         )
 
     def close(self, timeout: float = 5.0) -> None:
@@ -255,7 +259,7 @@ class TierHarness:
         assert record.ended is None, f"job {event.job_id} ended twice"
         record.ended = event.cause
         for index, (offset, size) in enumerate(zip(record.job.offsets, record.job.lengths, strict=True)):
-            guard = bytes(self._view[offset + size : offset + self._stride])
+            guard = bytes(self._view[offset + size + self.tail_room : offset + self._stride])
             assert guard == bytes([POISON]) * len(guard), f"job {event.job_id} wrote outside the range of key {index}"
             self._poison(offset)
         self._free += self._slots.pop(event.job_id)

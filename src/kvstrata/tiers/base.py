@@ -80,6 +80,9 @@ class TierContext:
     """To be called, from any thread, after an event became available to `poll`."""
     region_fd: int | None = None
     """A descriptor of the file behind `region`, from its first byte on, if another process can map it."""
+    tail_room: int = 0
+    """So many bytes of `region` behind each range of a job are this tier's, and no other's, to write until the job has
+    ended. 0: there are none."""
 
 
 @runtime_checkable

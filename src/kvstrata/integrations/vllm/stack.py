@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstrata.config import Config, TierConfig, parse_size
 from kvstrata.core.manager import TieringOffloadingManager
+from kvstrata.core.tail_room import share_tail_room
 from kvstrata.errors import CapacityError, KVStrataError
 from kvstrata.integrations.vllm.settings import VllmSettings
 from kvstrata.integrations.vllm.trial import try_tier
@@ -100,7 +101,8 @@ class Stack:
         self.region.open()
         self._opened = True
         made = [tier for entry in config.tiers if (tier := self._tier(entry)) is not None]
-        self.tiers = [tier for tier in made if self._open_tier(tier)]
+        self.core_config, shares = share_tail_room(self.core_config, self.layout.chunk_bytes, made)
+        self.tiers = [tier for tier, share in zip(made, shares, strict=True) if self._open_tier(tier, share)]
         self.manager = TieringOffloadingManager(
             self.layout, self.core_config, self.tiers, ranks=self._ranks, events=self._events
         )
@@ -122,7 +124,7 @@ class Stack:
             _log.warning("kvstrata: tier %s is not used: %s", entry.name, self.troubles[entry.name])
             return None
 
-    def _open_tier(self, tier: GuardedTier) -> bool:
+    def _open_tier(self, tier: GuardedTier, tail_room: int) -> bool:
         """Open a tier and try it; False if it gives wrong bytes, so that it must not be used."""
         executor = ThreadExecutor(f"kvstrata-{tier.name}", TIER_THREADS)
         self._executors.append(executor)
@@ -135,13 +137,14 @@ class Stack:
                 executor,
                 lambda: self._wake(),
                 self.region.fileno(),
+                tail_room,
             )
         )
         if tier.open_error is not None:
             self.troubles[tier.name] = str(tier.open_error)
             _log.warning("kvstrata: tier %s is not used: %s", tier.name, tier.open_error)
             return True  # it refuses everything by itself
-        trial = try_tier(tier, self.region.view, self.layout.chunk_bytes, self.clock)
+        trial = try_tier(tier, self.region.view, self.layout.chunk_bytes, self.clock, tail_room)
         self.rates[tier.name] = trial.bytes_per_s
         if trial.trouble:
             self.troubles[tier.name] = trial.trouble

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstrata.core.pages import slot_bytes
 from kvstrata.runtime.guard import GuardedTier
 from kvstrata.tiers.base import Clock
 from kvstrata.types import FailCause, JobEnded, KeysDone, TierJob, make_key
@@ -18,6 +19,7 @@ LOAD_JOB = 2**62 + 2
 PATIENCE_S = 10.0
 MOST_BYTES = 32 << 20
 MOST_SLOTS = 8
+STEP = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,12 @@ class Trial:
     bytes_per_s: float = 0.0
 
 
-def try_tier(tier: GuardedTier, primary: memoryview, lengths: Sequence[int], clock: Clock) -> Trial:
+def try_tier(tier: GuardedTier, primary: memoryview, lengths: Sequence[int], clock: Clock, tail_room: int = 0) -> Trial:
     """Send slots of these lengths through a tier that is open and that nobody else uses yet."""
-    lengths = _fitting(list(lengths), len(primary))
+    lengths = _fitting(list(lengths), len(primary), tail_room)
     if not lengths:
         return Trial()
-    offsets = np.cumsum([0, *(-(-length // 4096) * 4096 for length in lengths[:-1])]).tolist()
+    offsets = np.cumsum([0, *(slot_bytes(length, STEP, tail_room) for length in lengths[:-1])]).tolist()
     token = os.urandom(16)
     keys = [make_key(hashlib.blake2b(token + bytes([i]), digest_size=32).digest(), 0) for i in range(len(lengths))]
     dice = np.random.default_rng(len(lengths))
@@ -64,13 +66,13 @@ def try_tier(tier: GuardedTier, primary: memoryview, lengths: Sequence[int], clo
 _BAD = tuple(str(cause) for cause in FailCause if cause.is_content)
 
 
-def _fitting(lengths: list[int], room: int) -> list[int]:
+def _fitting(lengths: list[int], room: int, tail_room: int) -> list[int]:
     """Slots of these lengths in turn, a few of them, as far as they fit."""
     chosen: list[int] = []
     used = 0
     for i in range(max(MOST_SLOTS, len(lengths))):
         length = lengths[i % len(lengths)]
-        step = -(-length // 4096) * 4096
+        step = slot_bytes(length, STEP, tail_room)
         if used + step > min(room, max(MOST_BYTES, step)):
             break
         chosen.append(length)

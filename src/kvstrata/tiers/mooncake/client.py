@@ -1,10 +1,11 @@
 """How chunks lie in a Mooncake Store, and how batches of them go there and back.
 
-    PREFIX/chunk/PART/SCOPE/KEY    one record: hex of scope (namespace, layout) and key
+    PREFIX/record/PART/SCOPE/KEY    one record: hex of scope (namespace, layout) and key
 
-Each record is one object of two pieces, its header and its payload: the header goes from and into a small registered
-arena, the payload straight from and into primary, so nothing is copied in this process. The payload is verified where
-it has arrived. A read takes its item's permit before the transfer: what may be written to is not given up.
+Each record is one object, its payload and then its header. The payload goes straight from and into primary, so nothing
+is copied in this process. With tail room the header stands right behind it there, and both are one transfer; without,
+it goes from and into a small registered arena, a second piece of the same object. The payload is verified where it has
+arrived. A read takes its item's permit before the transfer: what may be written to is not given up.
 
 A call to a master that hangs ends by the library's own bound, which is set to the tier's time-out before the library is
 loaded; what moves bytes has other bounds. Calls release the interpreter lock, so one that hangs costs one worker and
@@ -32,7 +33,7 @@ from kvstrata.tiers.common.claims import PlaceError
 from kvstrata.tiers.common.index import Name
 from kvstrata.tiers.common.memo import Memo
 from kvstrata.tiers.common.record import HEADER_BYTES, Identity, check_header, check_payload
-from kvstrata.tiers.mooncake.arena import RECORDS, Arena, Block, Turn, address_of
+from kvstrata.tiers.mooncake.arena import RECORDS, Arena, Block, Place, Turn, address_of
 from kvstrata.tiers.mooncake.claims import ALREADY_THERE, NOT_FOUND, MooncakeClaims
 from kvstrata.tiers.server.client import (
     SCOPE_BYTES,
@@ -52,6 +53,10 @@ BAD_PARAMETERS = -600
 TRANSFER_FAILED = -800
 TIMED_OUT = -901
 SCAN_PAGE = 1000
+NO_HEADER = bytes(HEADER_BYTES)
+RECORDS_IN = "record"
+OLD_RECORDS_IN = "chunk"
+"""Where records lay that had their header first."""
 
 _RECORD = re.compile(f"([0-9a-f]{{{2 * SCOPE_BYTES}}})/([0-9a-f]{{{2 * KEY_BYTES}}})")
 
@@ -127,6 +132,8 @@ class MooncakeClient:
         self.store: Any = None
         self.region = memoryview(b"")
         """All of primary, set before `open`."""
+        self.tail_room = 0
+        """So many bytes behind each payload in primary are this tier's, set before `open`."""
         self._given = store
         self._clock = clock
         self._replicas = replicas
@@ -239,7 +246,7 @@ class MooncakeClient:
 
     def _path(self, part: str, name: Name) -> str:
         full = full_name(self._identity, name)
-        return f"{self.prefix}/chunk/{part}/{full[:SCOPE_BYTES].hex()}/{full[SCOPE_BYTES:].hex()}"
+        return f"{self.prefix}/{RECORDS_IN}/{part}/{full[:SCOPE_BYTES].hex()}/{full[SCOPE_BYTES:].hex()}"
 
     def _now(self) -> float:
         clock = self._clock()
@@ -333,48 +340,39 @@ class MooncakeClient:
         work(block, batch)
         self._arena.take_back(block)  # not if the call failed in a way that says nothing of what still runs
 
-    def _payload_at(self, block: Block, payload: memoryview, used: int) -> tuple[int, memoryview | None]:
-        """Address for a payload: its own if it lies in registered memory, else one in the arena, and that place."""
-        start, region = address_of(payload), address_of(self.region)
-        if region <= start and start + len(payload) <= region + len(self.region):
-            return start, None
-        if used + len(payload) > len(block.spare):
-            return 0, None
-        place = block.spare[used : used + len(payload)]
-        return address_of(place), place
+    def _place(self, block: Block, payload: memoryview) -> Place | None:
+        return block.place(payload, self.region, self.tail_room)
 
     def _fetch(self, block: Block, batch: Sequence[tuple[ReadItem, str]]) -> None:
         with self._reading:
             reading, codes = self._get(block, batch)
-        for index, ((item, path, place), code) in enumerate(zip(reading, codes, strict=True)):
-            item.failed = self._judge(item, code, path, block.header(index), place)
+        for (item, path, place), code in zip(reading, codes, strict=True):
+            item.failed = self._judge(item, code, path, place)
             if item.failed is not None and item.failed.is_content:
                 item.version = path
 
     def _get(
         self, block: Block, batch: Sequence[tuple[ReadItem, str]]
-    ) -> tuple[list[tuple[ReadItem, str, memoryview | None]], list[int]]:
-        """One call. What was read, from where, to which place beside primary, and the library's code for each."""
-        pointers, sizes = [], []
-        reading: list[tuple[ReadItem, str, memoryview | None]] = []
-        used = 0
+    ) -> tuple[list[tuple[ReadItem, str, Place]], list[int]]:
+        """One call. What was read, from where, to which place, and the library's code for each."""
+        reading: list[tuple[ReadItem, str, Place]] = []
         for item, path in batch:
-            at, place = self._payload_at(block, item.target, used)
-            if not at or not item.take_permit():
-                item.failed = FailCause.TIMEOUT if at else FailCause.REFUSED
+            place = self._place(block, item.target)
+            if place is None or not item.take_permit():
+                item.failed = FailCause.REFUSED if place is None else FailCause.TIMEOUT
                 continue
-            used += 0 if place is None else len(place)
-            pointers.append([address_of(block.header(len(reading))), at])
-            sizes.append([HEADER_BYTES, len(item.target)])
+            place.header[:] = NO_HEADER  # what lies there may be a good header, of an earlier job
             reading.append((item, path, place))
         if not reading:
             return [], []
-        paths = [path for _, path, _ in reading]
-        return reading, _as_many(self.store.batch_get_into_multi_buffers(paths, pointers, sizes), len(paths))
+        given = self.store.batch_get_into_multi_buffers(
+            [path for _, path, _ in reading],
+            [place.pointers for _, _, place in reading],
+            [place.sizes for _, _, place in reading],
+        )
+        return reading, _as_many(given, len(reading))
 
-    def _judge(
-        self, item: ReadItem, code: int, path: str, head: memoryview, place: memoryview | None
-    ) -> FailCause | None:
+    def _judge(self, item: ReadItem, code: int, path: str, place: Place) -> FailCause | None:
         """What came: nothing wrong, or why it is not what was asked for."""
         wanted = HEADER_BYTES + len(item.target)
         if code != wanted:
@@ -383,17 +381,16 @@ class MooncakeClient:
                 if size >= 0 and size != wanted:
                     return FailCause.WRONG_SIZE
             return FailCause.WRONG_SIZE if code >= 0 else cause_of(code)
-        payload = item.target if place is None else place
-        header = check_header(bytes(head), self._identity, item.key)
+        header = check_header(bytes(place.header), self._identity, item.key)
         if isinstance(header, FailCause):
             return header
-        if header.payload_bytes != len(payload):
+        if header.payload_bytes != len(place.payload):
             return FailCause.WRONG_SIZE
-        bad = check_payload(header, self._identity, payload, verify=self._verify)
+        bad = check_payload(header, self._identity, place.payload, verify=self._verify)
         if bad is not None:
             return bad
-        if place is not None:
-            item.target[:] = place
+        if place.is_copy:
+            item.target[:] = place.payload
         return None
 
     def write(self, items: Sequence[WriteItem]) -> None:
@@ -406,29 +403,23 @@ class MooncakeClient:
             self._with_block(items[start : start + RECORDS], self._put)
 
     def _put(self, block: Block, batch: Sequence[WriteItem]) -> None:
-        pointers, sizes = [], []
-        writing: list[WriteItem] = []
-        used = 0
+        writing: list[tuple[WriteItem, Place]] = []
         for item in batch:
-            at, place = self._payload_at(block, item.payload, used)
-            if not at:
+            place = self._place(block, item.payload)
+            if place is None:
                 item.fail(FailCause.REFUSED)
                 continue
-            if place is not None:
-                place[:] = item.payload
-                used += len(place)
-            head = block.header(len(writing))
-            head[:] = item.header(self._identity)
-            pointers.append([address_of(head), at])
-            sizes.append([HEADER_BYTES, len(item.payload)])
-            writing.append(item)
+            if place.is_copy:
+                place.payload[:] = item.payload
+            place.header[:] = item.header(self._identity)
+            writing.append((item, place))
         if not writing:
             return
-        paths = [self._path(self._part, item.key) for item in writing]
+        paths = [self._path(self._part, item.key) for item, _ in writing]
+        pointers, sizes = [place.pointers for _, place in writing], [place.sizes for _, place in writing]
         with self._writing:
             given = self.store.batch_put_from_multi_buffers(paths, pointers, sizes, self._config())
-        codes = _as_many(given, len(paths))
-        for item, code in zip(writing, codes, strict=True):
+        for (item, _), code in zip(writing, _as_many(given, len(paths)), strict=True):
             if code in (0, ALREADY_THERE):
                 item.failed, item.uncertain = None, False
             else:
@@ -463,20 +454,25 @@ class MooncakeClient:
 
     def scan(self) -> Iterator[list[FoundRecord]]:
         """What lies in the own part, if the master's HTTP server can tell; else the part is cleared: what cannot be
-        counted must not stay.
+        counted must not stay. Nor must records of the old order, which nobody reads any more.
         """
         store = self.store
         if store is None:
             raise PlaceError("is not connected")
-        start = f"{self.prefix}/chunk/{self._part}/"
+        start = f"{self.prefix}/{RECORDS_IN}/{self._part}/"
+        self._clear(f"{self.prefix}/{OLD_RECORDS_IN}/{self._part}/")
         if not self.connection.admin:
-            code = store.remove_by_regex(f"^{re.escape(start)}", True)
-            if code < 0:
-                raise PlaceError(f"the own part cannot be cleared (code {code})")
+            self._clear(start)
             return
         names = [name for name in self._all_names() if name.startswith(start)]
         for at in range(0, len(names), SCAN_PAGE):
             yield [found for name in names[at : at + SCAN_PAGE] if (found := self._found(start, name)) is not None]
+
+    def _clear(self, start: str) -> None:
+        """Remove all objects whose names begin so."""
+        code = self.store.remove_by_regex(f"^{re.escape(start)}", True)
+        if code < 0:
+            raise PlaceError(f"the own part cannot be cleared (code {code})")
 
     def _all_names(self) -> list[str]:
         url = f"{self.connection.admin}/get_all_keys"

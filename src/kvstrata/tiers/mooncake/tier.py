@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.base import TierContext
+from kvstrata.tiers.common.record import HEADER_BYTES
 from kvstrata.tiers.mooncake.arena import RECORDS
 from kvstrata.tiers.mooncake.client import Connection, MooncakeClient, end_without_good_bye, library
 from kvstrata.tiers.server.tier import CommonOptions, ServerTier
@@ -63,7 +64,9 @@ class MooncakeTier(ServerTier):
                     raise ConfigError(f"{at}: {option}: is needed, the address of the Mooncake {option} server")
         _check(at, protocol, prefix, segment, replicas)
         _load(at, settings.timeout_s)
-        self.capabilities = Capabilities(sync_probe=False, probe_cost_s=probe_cost_s, shared=True)
+        self.capabilities = Capabilities(
+            sync_probe=False, probe_cost_s=probe_cost_s, shared=True, tail_room=HEADER_BYTES
+        )
         self._mooncake = MooncakeClient(
             Connection(master, metadata, hostname, protocol, devices, segment, admin.rstrip("/")),
             prefix,
@@ -75,7 +78,7 @@ class MooncakeTier(ServerTier):
 
     def open(self, context: TierContext) -> None:
         """As every tier over a server; primary is registered once, when the connection is made."""
-        self._mooncake.region = context.region
+        self._mooncake.region, self._mooncake.tail_room = context.region, context.tail_room
         super().open(context)
 
     def close(self, timeout: float = 5.0) -> None:
