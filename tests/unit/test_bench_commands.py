@@ -141,7 +141,7 @@ def test_waiting_writes_a_row_for_each_number_of_requests(tmp_path: Path) -> Non
 
 def test_interference_measures_a_process_and_threads(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    small = ["--volume", "2MiB", "--chunk", "64KiB", "--pairs", "1", "--seconds", "0.05", "--no-pin"]
+    small = ["--volume", "2MiB", "--chunk", "64KiB", "--rounds", "1", "--seconds", "0.05", "--no-pin"]
     assert run(build_app(), ["bench", "interference", str(tmp_path / "disk"), *small, "--json", str(file)]) == 0
     assert [row["io"] for row in rows_of(file)] == ["process", "threads"]
     assert all(row["full_gbps"] > 0 for row in rows_of(file))  # type: ignore[operator]

@@ -1,11 +1,14 @@
 """How much a busy pure-Python thread, as an engine's scheduler is, slows down while the disk tier moves data.
 
 The thread does units of fixed work; between two of them it takes what the tier reports and hands it the next loads,
-as an engine does between steps. Phases without and with loads alternate; each ratio is of two phases side by side.
+as an engine does between steps. A round is four phases: the tier's full rate while the thread only waits, then work
+without, with, and again without loads, which come at `PACE` of that full rate. The slow-down of a round compares the
+phase with loads to the two around it, so that a machine whose speed drifts does not count.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import statistics
@@ -30,12 +33,14 @@ DEPTH = 6
 an engine hands over a quarter of its primary at a time."""
 PATIENCE_S = 30.0
 RATE_SHARE = 0.85
-"""What of its full rate the tier must keep for the slow-down to count."""
+"""What of its full rate the tier must move for the slow-down to count."""
+PACE = 0.9
+"""What of its full rate is asked for: enough to be above `RATE_SHARE` although the device is not even."""
 
 
 @dataclass(frozen=True, slots=True)
 class InterferenceRow:
-    """One way to run the tier's I/O. Shares and slow-downs are fractions, medians over the pairs."""
+    """One way to run the tier's I/O. Rates, shares and slow-downs (fractions) are medians over the rounds."""
 
     io: str
     """Where it runs: "process" or "threads"."""
@@ -47,11 +52,13 @@ class InterferenceRow:
     gbps: float
     """Beside the busy thread."""
     rate_share: float
+    """Of the full rate in the same round."""
     slowdown: float
     """Of the work, the calls into the tier left out."""
     calls_share: float
     """What of the thread's time the calls into the tier took, beside its work."""
-    pairs: list[float]
+    rounds: list[float]
+    """The slow-down in each."""
 
 
 class Rig:
@@ -95,6 +102,8 @@ class Rig:
         self._out: deque[int] = deque()
         self.moved = 0
         self.feeding = False
+        self._paced_from = (0.0, 0)
+        self._pace = math.inf
         for _ in range(-(-self._count // self._per_job)):
             self.tier.submit_store(self._next_job())
         self.drain()
@@ -119,8 +128,20 @@ class Rig:
                     raise CapacityError(f"the disk tier failed: {event.failed[0][1]}")
             elif isinstance(event, JobEnded):
                 self._out.remove(event.job_id)
-        while self.feeding and len(self._out) < DEPTH:
+        while self.feeding and len(self._out) < DEPTH and self._due():
             self.tier.submit_load(self._next_job())
+
+    def _due(self) -> bool:
+        """Whether the pace asks for another load now."""
+        if self._pace == math.inf:
+            return True
+        began, jobs = self._paced_from
+        return (self._jobs - jobs) * self._per_job * self.chunk <= self._pace * (self._clock.monotonic() - began)
+
+    def feed(self, gbps: float = math.inf) -> None:
+        """From now on keep the tier busy, at most at this rate."""
+        self.feeding, self.moved = True, 0
+        self._pace, self._paced_from = gbps * 1e9, (self._clock.monotonic(), self._jobs)
 
     def drain(self) -> None:
         """Wait until nothing is out."""
@@ -132,7 +153,7 @@ class Rig:
 
     def full_rate(self, seconds: float) -> float:
         """Gigabytes per second while this thread only waits."""
-        self.feeding, self.moved = True, 0
+        self.feed()
         began = self._clock.monotonic()
         while (passed := self._clock.monotonic() - began) < seconds:
             self.turn()
@@ -150,24 +171,24 @@ class Rig:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def work(rounds: int) -> int:
+def work(loops: int) -> int:
     """Pure Python: numbers, a list and a dictionary, as a scheduler's step has them."""
     seen: dict[int, int] = {}
     total = 0
-    for i in range(rounds):
+    for i in range(loops):
         total = (total * 31 + i) & 0xFFFF
         seen[total & 255] = i
     return total + len(seen)
 
 
-def phase(rig: Rig, rounds: int, seconds: float) -> tuple[float, float, float]:
+def phase(rig: Rig, loops: int, seconds: float) -> tuple[float, float, float]:
     """Units of work for some seconds: seconds per unit, gigabytes per second moved, share of time inside the tier."""
     clock = SystemClock()
     rig.moved, units, worked = 0, 0, 0.0
     began = clock.monotonic()
     while (passed := clock.monotonic() - began) < seconds:
         at = clock.monotonic()
-        work(rounds)
+        work(loops)
         worked += clock.monotonic() - at
         units += 1
         rig.turn()
@@ -175,47 +196,60 @@ def phase(rig: Rig, rounds: int, seconds: float) -> tuple[float, float, float]:
 
 
 def measure(
-    place: Path, *, volume: int, chunk: int, pairs: int, seconds: float, io_process: bool, pin: bool
+    place: Path, *, volume: int, chunk: int, rounds: int, seconds: float, io_process: bool, pin: bool
 ) -> InterferenceRow:
-    """Alternate phases without and with loads; the engine's thread is pinned after the tier's threads have started."""
+    """All rounds; the engine's thread is pinned after the tier's threads have started."""
     cores = sorted(os.sched_getaffinity(0))
     pin = pin and len(cores) > 1
     rig = Rig(place, volume, chunk, io_process, tuple(cores[1:]) if pin and io_process else ())
     try:
-        full = max(rig.full_rate(seconds) for _ in range(2))
+        rig.full_rate(seconds)  # a first one warms up
         if pin:
             os.sched_setaffinity(0, cores[:1])
-        rounds = _calibrate()
-        found = []
-        for _ in range(pairs):
-            rig.drain()
-            idle, _, _ = phase(rig, rounds, seconds)
-            rig.feeding = True
-            found.append((idle, *phase(rig, rounds, seconds)))
+        loops = _calibrate()
+        found = [_round(rig, loops, seconds) for _ in range(rounds)]
     finally:
         os.sched_setaffinity(0, cores)
         rig.close()
-    slow = [busy / idle - 1.0 for idle, busy, _, _ in found]
-    rate = statistics.median(gbps for _, _, gbps, _ in found)
     return InterferenceRow(
         io="process" if io_process else "threads",
         pinned=pin,
         chunk=chunk,
-        full_gbps=round(full, 3),
-        gbps=round(rate, 3),
-        rate_share=round(rate / full, 3),
-        slowdown=round(statistics.median(slow), 4),
-        calls_share=round(statistics.median(share for *_, share in found), 4),
-        pairs=[round(one, 4) for one in slow],
+        full_gbps=round(statistics.median(each.full for each in found), 3),
+        gbps=round(statistics.median(each.gbps for each in found), 3),
+        rate_share=round(statistics.median(each.gbps / each.full for each in found), 3),
+        slowdown=round(statistics.median(each.slowdown for each in found), 4),
+        calls_share=round(statistics.median(each.calls for each in found), 4),
+        rounds=[round(each.slowdown, 4) for each in found],
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What one round has shown; see `InterferenceRow`."""
+
+    full: float
+    gbps: float
+    slowdown: float
+    calls: float
+
+
+def _round(rig: Rig, loops: int, seconds: float) -> _Round:
+    full = rig.full_rate(seconds)
+    before, _, _ = phase(rig, loops, seconds)
+    rig.feed(PACE * full)
+    busy, gbps, calls = phase(rig, loops, seconds)
+    rig.drain()
+    after, _, _ = phase(rig, loops, seconds)
+    return _Round(full, gbps, 2 * busy / (before + after) - 1.0, calls)
+
+
 def _calibrate() -> int:
-    """Rounds of work that take about one unit."""
-    clock, rounds = SystemClock(), 1000
+    """Loops of work that take about one unit."""
+    clock, loops = SystemClock(), 1000
     while True:
         began = clock.monotonic()
-        work(rounds)
+        work(loops)
         if clock.monotonic() - began >= UNIT_S:
-            return rounds
-        rounds *= 2
+            return loops
+        loops *= 2

@@ -20,8 +20,10 @@ def bench_interference(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     chunk: Annotated[str, typer.Option(help="Bytes of one chunk.")] = "256KiB",
     volume: Annotated[str, typer.Option(help="Bytes that are read again and again.")] = "256MiB",
-    pairs: Annotated[int, typer.Option(help="Phases without and with loads, in turn.")] = 50,
-    seconds: Annotated[float, typer.Option(help="Length of one phase.")] = 0.3,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of four phases: full rate, and work without, with, without loads.")
+    ] = 60,
+    seconds: Annotated[float, typer.Option(help="Length of one phase.")] = 0.2,
     pin: Annotated[bool, typer.Option(help="Give the engine's thread and the I/O process cores of their own.")] = True,
 ) -> None:
     """Slow-down of a busy pure-Python thread while the disk tier loads, with its I/O in a process and in threads."""
@@ -34,7 +36,7 @@ def bench_interference(
             place,
             volume=sizes[1],
             chunk=sizes[0],
-            pairs=positive("--pairs", str(pairs)),
+            rounds=positive("--rounds", str(rounds)),
             seconds=seconds,
             io_process=io_process,
             pin=pin,
