@@ -16,7 +16,7 @@ from kvstrata.cli.app import build_app
 from kvstrata.core.breakers import BreakerState
 from kvstrata.core.settings import CoreConfig
 from kvstrata.errors import ConfigError
-from kvstrata.runtime.executor import Signal, Worker
+from kvstrata.runtime.executor import Signal, ThreadExecutor, Worker
 from kvstrata.testing.node import Node, one_group
 from kvstrata.testing.node_process import NodeProcess
 from kvstrata.testing.tier_harness import LAYOUT_TAG, NAMESPACE, OTHER_NAMESPACE
@@ -385,3 +385,18 @@ def test_mooncake_records_with_their_header_first_are_gone_from_the_own_part(moo
             assert node.load("a", 8 * TOKENS) == 8 * TOKENS
             node.settle()
             node.check_idle()
+
+
+def test_mooncake_batches_so_large_that_others_go_first(mooncake_server: MooncakeServer) -> None:
+    tier = tier_of(mooncake_server)
+    with Node(one_group(256 << 10, TOKENS), [tier], chunks=200) as node:
+        node.store("a", 32 * TOKENS)
+        node.forget()
+        assert node.load("a", 32 * TOKENS) == 32 * TOKENS
+        yielding = tier._mooncake.yielding
+        assert isinstance(yielding, ThreadExecutor)
+        done = yielding.statistics()
+        assert done.finished >= 2
+        assert done.failed == 0
+        node.settle()
+        node.check_idle()

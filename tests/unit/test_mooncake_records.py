@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from kvstrata.errors import StateError
+from kvstrata.runtime.executor import ThreadExecutor
 from kvstrata.testing.tier_harness import chunk_key, payload_of
 from kvstrata.tiers.common.record import HEADER_BYTES, Identity
 from kvstrata.tiers.mooncake.arena import SPARE_BYTES, Arena, address_of
-from kvstrata.tiers.mooncake.client import NOT_FOUND, Connection, MooncakeClient
+from kvstrata.tiers.mooncake.client import LONG_CALL, NOT_FOUND, Connection, MooncakeClient
 from kvstrata.tiers.server.client import ReadItem, WriteItem
 from kvstrata.types import FailCause
 
@@ -180,3 +182,30 @@ def test_the_last_chunk_of_primary_has_no_room_behind_it() -> None:
     place = again.place(region[:SIZE], region, 0)
     assert place is not None
     assert address_of(place.header) == used, "a block that comes back is empty"
+
+
+def test_only_a_long_call_is_made_on_a_thread_that_lets_others_go_first() -> None:
+    client = Rig(0).client
+    client.yielding = executor = ThreadExecutor("yielding", 1, yielding=True)
+    assert client._call(lambda: [1], LONG_CALL - 1) == [1]
+    assert executor.statistics().threads == 0
+    assert client._call(lambda: [2], LONG_CALL) == [2]
+    assert executor.statistics().threads == 1
+    client.yielding = None
+    assert client._call(lambda: [3], LONG_CALL) == [3]
+    assert executor.close(5.0)
+    assert executor.statistics().finished == 1
+
+
+def test_what_a_long_call_raises_is_raised_where_it_is_waited_for() -> None:
+    client = Rig(0).client
+    client.yielding = executor = ThreadExecutor("yielding", 1, yielding=True)
+
+    def fail() -> list[int]:
+        raise OSError("the library does not want to")
+
+    with pytest.raises(OSError, match="does not want to"):
+        client._call(fail, LONG_CALL)
+    assert executor.close(5.0)
+    with pytest.raises(StateError):
+        client._call(fail, LONG_CALL)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 
 import pytest
 
 from kvstrata.errors import ConfigError, StateError
 from kvstrata.runtime.clock import SystemClock
-from kvstrata.runtime.executor import Signal, ThreadExecutor, Worker, make_lock
+from kvstrata.runtime.executor import YIELD_BY, Signal, ThreadExecutor, Worker, make_lock
 
 LONG = 30.0
 
@@ -101,6 +103,18 @@ def test_wait_idle_waits_for_what_is_queued_and_running() -> None:
 def test_an_executor_needs_a_thread() -> None:
     with pytest.raises(ConfigError, match="threads"):
         ThreadExecutor("none", threads=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_yielding_threads_let_others_go_first_and_no_other_thread_does() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    found: list[int] = []
+    for yielding in (True, False):
+        executor = ThreadExecutor("nice", 1, yielding=yielding)
+        executor.submit(lambda: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
+        assert executor.close(10.0)
+    assert found == [min(before + YIELD_BY, 19), before]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_signal_counts_once_until_it_is_taken() -> None:

@@ -33,6 +33,7 @@ from kvstrata.tiers.base import Tier, TierContext
 from kvstrata.types import OffloadKey, ResetReason
 
 PAUSE_S = 0.002
+YIELDING_THREADS = 2
 
 
 def one_group(chunk_bytes: int = 4096, tokens: int = 16) -> Layout:
@@ -75,7 +76,9 @@ class Node:
             executor = ThreadExecutor(f"node-{tier.name}", self._threads)
             self._executors.append(executor)
             context = TierContext(self.view, self._namespace, LAYOUT_TAG, self.clock, executor, self.driver.wake)
-            tier.open(dataclasses.replace(context, tail_room=tail_room))
+            yielding = ThreadExecutor(f"node-{tier.name}-yielding", YIELDING_THREADS, yielding=True)
+            self._executors.append(yielding)
+            tier.open(dataclasses.replace(context, tail_room=tail_room, yielding=yielding))
             if tier.open_error is not None:
                 raise tier.open_error
         self.driver.start()

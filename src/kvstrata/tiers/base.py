@@ -83,6 +83,8 @@ class TierContext:
     tail_room: int = 0
     """So many bytes of `region` behind each range of a job are this tier's, and no other's, to write until the job has
     ended. 0: there are none."""
+    yielding: Executor | None = None
+    """Runs work on threads that let all others go first: for calls that keep a processor busy while they only wait."""
 
 
 @runtime_checkable

@@ -29,6 +29,7 @@ from kvstrata.tiers.registry import make_tier
 _log = logging.getLogger(__name__)
 
 TIER_THREADS = 4
+YIELDING_THREADS = 2
 DRAIN_PAUSE_S = 0.005
 SIZES = ("limit", "shared_limit", "min_free", "segment", "segment_bytes", "queue_bytes")
 """Options of tiers that are sizes and may be written as text."""
@@ -127,7 +128,8 @@ class Stack:
     def _open_tier(self, tier: GuardedTier, tail_room: int) -> bool:
         """Open a tier and try it; False if it gives wrong bytes, so that it must not be used."""
         executor = ThreadExecutor(f"kvstrata-{tier.name}", TIER_THREADS)
-        self._executors.append(executor)
+        yielding = ThreadExecutor(f"kvstrata-{tier.name}-yielding", YIELDING_THREADS, yielding=True)
+        self._executors += (executor, yielding)
         tier.open(
             TierContext(
                 self.region.view,
@@ -138,6 +140,7 @@ class Stack:
                 lambda: self._wake(),
                 self.region.fileno(),
                 tail_room,
+                yielding,
             )
         )
         if tier.open_error is not None:

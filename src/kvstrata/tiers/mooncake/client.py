@@ -12,7 +12,8 @@ loaded; what moves bytes has other bounds. Calls release the interpreter lock, s
 nothing else.
 
 One batch of each direction moves at a time: the library spreads each over its own threads, and two at once only take
-the processors from each other. Digests are made and checked while another batch moves.
+the processors from each other. Digests are made and checked while another batch moves. Who calls the library spins
+until the bytes are there; so long calls are made on a thread that lets those go first that move and check bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
-from kvstrata.tiers.base import Clock
+from kvstrata.tiers.base import Clock, Executor
 from kvstrata.tiers.common.claims import PlaceError
 from kvstrata.tiers.common.index import Name
 from kvstrata.tiers.common.memo import Memo
@@ -52,6 +54,8 @@ NO_ROOM = -200
 BAD_PARAMETERS = -600
 TRANSFER_FAILED = -800
 TIMED_OUT = -901
+LONG_CALL = 4 << 20
+"""A call that moves fewer bytes is over before another thread has begun it."""
 SCAN_PAGE = 1000
 NO_HEADER = bytes(HEADER_BYTES)
 RECORDS_IN = "record"
@@ -134,12 +138,14 @@ class MooncakeClient:
         """All of primary, set before `open`."""
         self.tail_room = 0
         """So many bytes behind each payload in primary are this tier's, set before `open`."""
+        self.yielding: Executor | None = None
+        """Where long calls are made, set before `open`; None: by whoever wants them."""
         self._given = store
         self._clock = clock
         self._replicas = replicas
         self.claims = MooncakeClaims(self, prefix, lambda: self._config(pinned=True))
         self._arena = Arena()
-        self._reading, self._writing = Turn(), Turn()
+        self._reading, self._preparing, self._writing = Turn(), Turn(), Turn()
         self._registered: list[int] = []
         self._identity = Identity(bytes(16), 0)
         self._part = ""
@@ -365,12 +371,29 @@ class MooncakeClient:
             reading.append((item, path, place))
         if not reading:
             return [], []
-        given = self.store.batch_get_into_multi_buffers(
-            [path for _, path, _ in reading],
-            [place.pointers for _, _, place in reading],
-            [place.sizes for _, _, place in reading],
-        )
+        paths = [path for _, path, _ in reading]
+        pieces = [place.pointers for _, _, place in reading], [place.sizes for _, _, place in reading]
+        size = sum(len(item.target) for item, _, _ in reading)
+        given = self._call(lambda: self.store.batch_get_into_multi_buffers(paths, *pieces), size)
         return reading, _as_many(given, len(reading))
+
+    def _call(self, work: Callable[[], Sequence[int]], size: int) -> Sequence[int]:
+        """Have the library move `size` bytes. Raises what it raises."""
+        if self.yielding is None or size < LONG_CALL:
+            return work()
+        answer: SimpleQueue[Sequence[int] | BaseException] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put(work())
+            except BaseException as error:
+                answer.put(error)
+
+        self.yielding.submit(run)
+        given = answer.get()
+        if isinstance(given, BaseException):
+            raise given
+        return given
 
     def _judge(self, item: ReadItem, code: int, path: str, place: Place) -> FailCause | None:
         """What came: nothing wrong, or why it is not what was asked for."""
@@ -403,6 +426,23 @@ class MooncakeClient:
             self._with_block(items[start : start + RECORDS], self._put)
 
     def _put(self, block: Block, batch: Sequence[WriteItem]) -> None:
+        with self._preparing:
+            writing = self._prepared(block, batch)
+        if not writing:
+            return
+        paths = [self._path(self._part, item.key) for item, _ in writing]
+        pieces = [place.pointers for _, place in writing], [place.sizes for _, place in writing]
+        size = sum(len(item.payload) for item, _ in writing)
+        with self._writing:
+            given = self._call(lambda: self.store.batch_put_from_multi_buffers(paths, *pieces, self._config()), size)
+        for (item, _), code in zip(writing, _as_many(given, len(paths)), strict=True):
+            if code in (0, ALREADY_THERE):
+                item.failed, item.uncertain = None, False
+            else:
+                item.fail(cause_of(code), uncertain=code not in (NO_ROOM, BAD_PARAMETERS))
+
+    def _prepared(self, block: Block, batch: Sequence[WriteItem]) -> list[tuple[WriteItem, Place]]:
+        """The records of a batch, with their headers, where they can be read from."""
         writing: list[tuple[WriteItem, Place]] = []
         for item in batch:
             place = self._place(block, item.payload)
@@ -413,17 +453,7 @@ class MooncakeClient:
                 place.payload[:] = item.payload
             place.header[:] = item.header(self._identity)
             writing.append((item, place))
-        if not writing:
-            return
-        paths = [self._path(self._part, item.key) for item, _ in writing]
-        pointers, sizes = [place.pointers for _, place in writing], [place.sizes for _, place in writing]
-        with self._writing:
-            given = self.store.batch_put_from_multi_buffers(paths, pointers, sizes, self._config())
-        for (item, _), code in zip(writing, _as_many(given, len(paths)), strict=True):
-            if code in (0, ALREADY_THERE):
-                item.failed, item.uncertain = None, False
-            else:
-                item.fail(cause_of(code), uncertain=code not in (NO_ROOM, BAD_PARAMETERS))
+        return writing
 
     def remove(self, names: Sequence[Name]) -> list[bool]:
         """One call, whoever reads them."""

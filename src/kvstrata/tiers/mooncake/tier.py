@@ -78,7 +78,8 @@ class MooncakeTier(ServerTier):
 
     def open(self, context: TierContext) -> None:
         """As every tier over a server; primary is registered once, when the connection is made."""
-        self._mooncake.region, self._mooncake.tail_room = context.region, context.tail_room
+        client = self._mooncake
+        client.region, client.tail_room, client.yielding = context.region, context.tail_room, context.yielding
         super().open(context)
 
     def close(self, timeout: float = 5.0) -> None:
