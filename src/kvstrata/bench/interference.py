@@ -34,8 +34,8 @@ an engine hands over a quarter of its primary at a time."""
 PATIENCE_S = 30.0
 RATE_SHARE = 0.85
 """What of its full rate the tier must move for the slow-down to count."""
-PACE = 0.9
-"""What of its full rate is asked for: enough to be above `RATE_SHARE` although the device is not even."""
+PACE = 0.93
+"""What of its full rate is asked for: enough to be above `RATE_SHARE` although a phase begins with none under way."""
 
 
 @dataclass(frozen=True, slots=True)
