@@ -11,7 +11,7 @@ import pytest
 
 from kvstrata.runtime.disk_worker import _HOLD_BELL_S, _HOLD_LOADS_S, _Outbox
 from kvstrata.testing.clock import ManualClock
-from kvstrata.tiers.disk.process import READ_BYTES, Frames
+from kvstrata.tiers.disk.process import READ_BYTES, CountedPipe, Frames
 from kvstrata.tiers.disk.tasks import Answers, Done
 
 
@@ -34,8 +34,10 @@ class Pipes:
         for end in (self._answers, self._bell, bell_in):
             os.set_blocking(end, False)
         fcntl.fcntl(bell_in, fcntl.F_SETPIPE_SZ, 4096)
+        fcntl.fcntl(answers_in, fcntl.F_SETPIPE_SZ, 4 * READ_BYTES)
         self._ends = (self._answers, answers_in, self._bell, bell_in)
-        self.outbox = _Outbox(answers_in, bell_in, self.clock)
+        self.sent = memoryview(bytearray(8)).cast("Q")
+        self.outbox = _Outbox(CountedPipe(answers_in, self.sent), bell_in, self.clock)
         self._next = 0
 
     def report(self) -> None:
@@ -151,3 +153,13 @@ def test_a_bell_that_nobody_hears_does_not_stop_the_process(pipes: Pipes) -> Non
         if not pipes._next % 64:
             pipes.fetch()
     assert pipes.rings() > 0
+
+
+def test_every_piece_is_counted_before_the_next_one_may_wait_for_room(pipes: Pipes) -> None:
+    """A reader that looks only when the count has changed always makes room for what is still to come."""
+    pipes.outbox._pipe.send(bytes(3 * READ_BYTES // 2))
+    assert pipes.sent[0] == 2
+    pipes.report()
+    assert pipes.sent[0] == 2
+    pipes.flush(at_once=True)
+    assert pipes.sent[0] == 3

@@ -47,6 +47,10 @@ class Played:
         pieces, self.pieces = self.pieces, []
         return pieces
 
+    @property
+    def news(self) -> bool:
+        return bool(self.pieces) or self.ended
+
     def wait(self, timeout: float) -> bool:
         return True
 

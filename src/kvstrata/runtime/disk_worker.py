@@ -24,7 +24,7 @@ from kvstrata.tiers.disk.calls import CallQueue
 from kvstrata.tiers.disk.io import SystemFiles
 from kvstrata.tiers.disk.lanes import Lanes
 from kvstrata.tiers.disk.loop import IoLoop
-from kvstrata.tiers.disk.process import READ_BYTES, Frames, WorkerSpec, frame
+from kvstrata.tiers.disk.process import READ_BYTES, CountedPipe, Frames, WorkerSpec, frame, map_count
 from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, Task, WriteBatch
 from kvstrata.tiers.disk.work import Workshop
 
@@ -45,7 +45,7 @@ _SPARE_CALLS = 8
 class _Reporter:
     """Sends answers; those that come together go as one message."""
 
-    def __init__(self, pipe: int, bell: int, width: int) -> None:
+    def __init__(self, pipe: CountedPipe, bell: int, width: int) -> None:
         self._pipe = pipe
         self._bell = bell
         self._width = width
@@ -73,7 +73,7 @@ class _Reporter:
                 while self._waiting:
                     items.append(self._waiting.popleft())
                 if items:
-                    _send(self._pipe, frame(self._encoder.encode(Answers(items))))
+                    self._pipe.send(frame(self._encoder.encode(Answers(items))))
                     ring(self._bell)
             finally:
                 self._turn.append(0)
@@ -86,7 +86,7 @@ class _Outbox:
     one does; only what it does not fetch is rung for, and once, however much follows before it comes.
     """
 
-    def __init__(self, pipe: int, bell: int, clock: Clock) -> None:
+    def __init__(self, pipe: CountedPipe, bell: int, clock: Clock) -> None:
         self._pipe = pipe
         self._bell = bell
         self._clock = clock
@@ -126,7 +126,7 @@ class _Outbox:
 
     def _send(self, now: float, alone: bool) -> None:
         message = frame(self._encoder.encode(Answers(self._held)))
-        _send(self._pipe, message)
+        self._pipe.send(message)
         self._held = []
         self._kinds.clear()
         # Looked at after it is sent: if older ones still lie there, whoever fetches those fetches these too.
@@ -140,19 +140,13 @@ class _Outbox:
 
     def _unfetched(self) -> int:
         """Bytes of answers that lie in the pipe."""
-        return int.from_bytes(fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+        return int.from_bytes(fcntl.ioctl(self._pipe.pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def ring(bell: int) -> None:
     """Say that answers are there."""
     with contextlib.suppress(BlockingIOError):  # full of rings that nobody has heard yet
         os.write(bell, b"!")
-
-
-def _send(pipe: int, message: bytes) -> None:
-    view = memoryview(message)
-    while view:
-        view = view[os.write(pipe, view) :]
 
 
 class _Inbox:
@@ -183,17 +177,18 @@ def serve(spec: WorkerSpec) -> None:
         files.call_queue(_SPARE_CALLS + 2 * spec.width + spec.write_depth) if spec.direct and spec.call_queue else None
     )
     workshop = Workshop(files, spec.directory, region, direct=spec.direct, alone=queue is not None)
-    _send(spec.answers, frame(msgspec.msgpack.encode(Answers([]))))  # it is there
+    answers = CountedPipe(spec.answers, map_count(spec.sent))
+    answers.send(frame(msgspec.msgpack.encode(Answers([]))))  # it is there
     ring(spec.bell)
     if queue is None:
-        _serve_by_threads(spec, workshop)
+        _serve_by_threads(spec, workshop, answers)
     else:
-        _serve_by_queue(spec, workshop, queue)
+        _serve_by_queue(spec, workshop, answers, queue)
 
 
-def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, queue: CallQueue) -> None:
+def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe, queue: CallQueue) -> None:
     clock = SystemClock()
-    outbox, finished = _Outbox(spec.answers, spec.bell, clock), deque[Done]()
+    outbox, finished = _Outbox(answers, spec.bell, clock), deque[Done]()
     # Those that write for the first time are many; nothing that others wait for may stand behind them.
     upkeep, first_writes = ThreadExecutor("disk-io", threads=_BESIDE), ThreadExecutor("disk-fill", threads=_FILLERS)
 
@@ -231,9 +226,9 @@ def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, queue: CallQueue) -> N
                 return
 
 
-def _serve_by_threads(spec: WorkerSpec, workshop: Workshop) -> None:
+def _serve_by_threads(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe) -> None:
     executor = ThreadExecutor("disk-io", threads=spec.width)
-    reporter = _Reporter(spec.answers, spec.bell, spec.width)
+    reporter = _Reporter(answers, spec.bell, spec.width)
     lanes = Lanes(workshop.run, executor, reporter.report, width=spec.width, write_depth=spec.write_depth, burst=_BURST)
     reporter.lanes = lanes
     inbox = _Inbox(spec, lanes)

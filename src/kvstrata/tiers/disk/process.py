@@ -6,10 +6,11 @@ Index, space and decisions stay here. When it dies, every task in its hands has 
 calls are, so the slots are free at once. It is started again after a back-off. It ends by itself when this process
 does; until then it holds the lock of the directory, so nobody else writes there beside it.
 
-Answers are read by whoever polls, and nobody else touches them. A bell beside them, a second pipe, says that it is
-time to look: a slice of waiting for it runs on the context's executor, which therefore has to be one with threads. The
-bell is not rung for answers that are fetched in time anyway: each ring makes a thread of the engine give up the
-interpreter, to one that may have to wait for a core of its own.
+Answers are read by whoever polls, and nobody else touches them. A count in shared memory tells whether there are any:
+a call that finds the pipe empty costs a busy engine as much as its work on answers does. A bell beside them, a second
+pipe, says that it is time to look: a slice of waiting for it runs on the context's executor, which therefore has to be
+one with threads. The bell is not rung for answers that are fetched in time anyway: each ring makes a thread of the
+engine give up the interpreter, to one that may have to wait for a core of its own.
 
 The first answer says that the process is there. An opening waits for it: on a busy machine a start takes seconds,
 which would else pass on the clocks of the first jobs.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import mmap
 import os
 import select
 import subprocess
@@ -50,6 +52,7 @@ _LOAD_BYTES = 16 << 20
 _LISTEN_S = 0.25
 _LISTEN_TURNS = 64
 _GLANCE_S = 0.001
+_LOOK_S = 0.1
 START_S = 30.0
 """So long an opening waits for the process at most."""
 _RESTART_FIRST_S = 0.1
@@ -75,6 +78,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     jobs: int
     answers: int
     bell: int
+    sent: int
+    """A file whose first 8 bytes count what was written to `answers`; see `CountedPipe`."""
     region: int
     region_bytes: int
     directory: int
@@ -118,6 +123,29 @@ class Frames:
         return messages
 
 
+def map_count(file: int) -> memoryview:
+    """The count in a shared file, as the one item of the view."""
+    return memoryview(mmap.mmap(file, mmap.PAGESIZE)).cast("Q")[:1]
+
+
+class CountedPipe:
+    """The writing end of the answers. Every piece that was written is counted, so that a reader need not look in vain.
+
+    A piece is so small that a pipe that is full when it is written is full of counted ones: the reader knows of them.
+    """
+
+    def __init__(self, pipe: int, count: memoryview) -> None:
+        self.pipe = pipe
+        self._count = count
+
+    def send(self, message: bytes) -> None:
+        """Write it all; waits while the pipe is full."""
+        view = memoryview(message)
+        while view:
+            view = view[os.write(self.pipe, view[:READ_BYTES]) :]
+            self._count[0] += 1
+
+
 class _Child:
     """One life of the I/O process. `ended` once all its answers were read; `silent` once nobody waits for its bell.
 
@@ -137,12 +165,16 @@ class _Child:
                     fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
             for end in (self.jobs, self.answers, bell_in):
                 os.set_blocking(end, False)
-            spec = msgspec.structs.replace(spec, jobs=jobs_out, answers=answers_in, bell=bell_in)
+            sent = os.memfd_create("kvstrata-answers", os.MFD_CLOEXEC)
+            theirs.append(sent)
+            os.ftruncate(sent, mmap.PAGESIZE)
+            self._sent = map_count(sent)
+            spec = msgspec.structs.replace(spec, jobs=jobs_out, answers=answers_in, bell=bell_in, sent=sent)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", WORKER_MODULE, msgspec.json.encode(spec).decode()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(jobs_out, answers_in, bell_in, *inherited),
+                pass_fds=(jobs_out, answers_in, bell_in, sent, *inherited),
                 env=_environment(),
                 start_new_session=True,
             )
@@ -156,6 +188,7 @@ class _Child:
         self.ended = False
         self.silent = False
         self.rung = False
+        self._seen = 0
         self.outbox = bytearray()
         self._context = context
         context.executor.submit(self._listen)
@@ -175,10 +208,15 @@ class _Child:
                 return
         self._context.executor.submit(self._listen)
 
+    @property
+    def news(self) -> bool:
+        """Whether `fetch` would find something, as far as that can be told without a call."""
+        return self._sent[0] != self._seen or self.rung or self.silent or self.ended
+
     def fetch(self) -> list[bytes]:
         """The pieces of answers that have come. Does not wait."""
         pieces: list[bytes] = []
-        self.rung = False  # before the look: what comes later rings again
+        self.rung, self._seen = False, self._sent[0]  # before the look: what comes later is told of again
         while not self.ended:
             try:
                 piece = os.read(self.answers, READ_BYTES)
@@ -206,7 +244,9 @@ class _Child:
 
     def wait(self, timeout: float) -> bool:
         """Until answers or their end came, or `timeout` seconds; whether they did."""
-        return self.ended or bool(select.select([self.answers], [], [], timeout)[0])
+        # They may not be counted yet.
+        self.rung |= self.ended or bool(select.select([self.answers], [], [], timeout)[0])
+        return self.rung
 
     def release(self) -> None:
         """Close what is left of an ended life."""
@@ -243,6 +283,7 @@ class ProcessWorkers:
             jobs=-1,
             answers=-1,
             bell=-1,
+            sent=-1,
             region=region_fd,
             region_bytes=len(context.region),
             directory=directory,
@@ -266,6 +307,7 @@ class ProcessWorkers:
         self._broken = False
         """The process has said what makes no sense; nothing of it is believed until it is gone."""
         self._lost: list[Done] = []
+        self._look_at = 0.0
         self._restart_at = 0.0
         self._restart_s = _RESTART_FIRST_S
         self._closing = False
@@ -327,7 +369,7 @@ class ProcessWorkers:
         """See `volume.Workers`."""
         child = self._child
         answers, self._lost = self._lost, []
-        if child is None or not (self._unanswered or child.rung or child.silent or child.ended):
+        if child is None or not (child.news or self._arrived):
             return answers
         arrived, self._arrived = self._arrived, []
         for piece in arrived + child.fetch():
@@ -392,8 +434,12 @@ class ProcessWorkers:
             if not self._closing and now >= self._restart_at:
                 self.restarts += 1
                 self._begin()
-        elif self._child.outbox:
-            self._child.send()
+        else:
+            if self._child.outbox:
+                self._child.send()
+            if now >= self._look_at:  # whatever the count and the bell say
+                self._look_at = now + _LOOK_S
+                self._child.rung = True
 
     def _begin(self) -> None:
         try:
