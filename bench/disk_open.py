@@ -1,9 +1,10 @@
 """How long the disk tier takes to open a directory of many records, and what a record costs in memory.
 
-    disk_open.py DIR [--records 1000000] [--per-batch 64] [--chunk 32768]
+    disk_open.py DIR [--records 1000000] [--per-batch 64] [--chunk 32768] [--uneven]
 
-Header blocks are real, payloads are holes of sparse files. Prints one JSON object. Every opening is a process of its
-own; with write access to the kernel's cache control, caches are dropped before.
+With `--uneven` the payloads of each batch have another size, from 4 KiB to twice the chunk. Header blocks are real,
+payloads are holes of sparse files. Prints one JSON object. Every opening is a process of its own; with write access to
+the kernel's cache control, caches are dropped before.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ import numpy as np
 SEGMENT = 1 << 30
 
 
-def build(place: str, records: int, per_batch: int, chunk: int) -> None:
+def build(place: str, records: int, per_batch: int, chunk: int, uneven: bool = False) -> None:
     """A directory as a run that was killed would leave it."""
     from kvstrata.tiers.disk.format import BatchKind, Realm, SegmentHeader, make_records, pack_batch, pack_segment
 
     rng = np.random.default_rng(1)
     os.makedirs(place, mode=0o700)
-    span = -(-(4096 + per_batch * chunk) // 4096) * 4096
-    per_segment = (SEGMENT - 4096) // span
     realm, left, number = Realm(b"bench-namespace!", 1), records, 0
     while left > 0:
         segment_id = rng.bytes(16)
         handle = os.open(f"{place}/segment-{number:08x}.kvs", os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(handle, SEGMENT)
         os.pwrite(handle, pack_segment(SegmentHeader(segment_id, number + 1, 1, SEGMENT, 0)), 0)
-        for batch in range(per_segment):
-            count = min(per_batch, left)
-            if not count:
+        start = 4096
+        while count := min(per_batch, left):
+            length = 4096 * int(rng.integers(1, 2 * chunk // 4096)) if uneven else chunk
+            span = -(-(4096 + per_batch * length) // 4096) * 4096
+            if start + span > SEGMENT:
                 break
-            start = 4096 + batch * span
-            places = [start + 4096 + i * chunk for i in range(count)]
-            table = make_records(rng.bytes(36 * count), rng.bytes(16 * count), places, [chunk] * count)
+            places = [start + 4096 + i * length for i in range(count)]
+            table = make_records(rng.bytes(36 * count), rng.bytes(16 * count), places, [length] * count)
             block = pack_batch(BatchKind.RECORDS, realm, segment_id, number + 1, start, span, 0, table)
             os.pwrite(handle, block, start)
             left -= count
+            start += span
         os.close(handle)
         number += 1
 
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--per-batch", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=32_768)
+    parser.add_argument("--uneven", action="store_true")
     parser.add_argument("--open", action="store_true")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
@@ -101,11 +103,12 @@ def main() -> None:
         open_once(args.place, args.save)
     shutil.rmtree(args.place, ignore_errors=True)
     try:
-        build(args.place, args.records, args.per_batch, args.chunk)
+        build(args.place, args.records, args.per_batch, args.chunk, args.uneven)
         scan = [run(args.place) for _ in range(3)]
         run(args.place, "--save")
         clean = [run(args.place) for _ in range(3)]
-        print(json.dumps({"records": args.records, "per_batch": args.per_batch, "header_scan": scan, "clean": clean}))
+        what = {"records": args.records, "per_batch": args.per_batch, "uneven": args.uneven}
+        print(json.dumps({**what, "header_scan": scan, "clean": clean}))
     finally:
         shutil.rmtree(args.place, ignore_errors=True)
 

@@ -20,8 +20,10 @@ from kvstrata.tiers.disk.format import (
     BLOCK,
     CHECKPOINT_RECORD_DTYPE,
     CHECKPOINT_SEGMENT_DTYPE,
+    GOOD,
     HEAD_BYTES,
     MAX_SEGMENT_BYTES,
+    REJECTS,
     Batch,
     BatchKind,
     Checkpoint,
@@ -29,6 +31,7 @@ from kvstrata.tiers.disk.format import (
     Reject,
     SegmentHeader,
     find_batches,
+    judge_batches,
     make_records,
     pack_batch,
     pack_checkpoint,
@@ -188,6 +191,26 @@ def test_a_header_block_is_the_one_that_was_written_or_is_refused(data: bytes, a
     find_batches(memoryview(data), SEGMENT_ID)
 
 
+@given(st.lists(mutations(BATCH), min_size=2, max_size=5), st.sampled_from([4096, 8192]), st.booleans(), st.data())
+def test_header_blocks_judged_together_are_judged_as_each_alone(
+    texts: list[bytes], at: int, sealed: bool, data: st.DataObject
+) -> None:
+    blocks = [seal(text) if sealed else text[:BLOCK].ljust(BLOCK, b"\0") for text in texts]
+    blocks.insert(data.draw(st.integers(0, len(blocks))), BATCH)
+    starts = [data.draw(st.sampled_from([4096, at])) for _ in blocks]
+    sizes = [data.draw(st.sampled_from([SIZE, 4096, 12_288])) for _ in blocks]
+    lives = [data.draw(st.sampled_from([SEGMENT_ID, bytes(16)])) for _ in blocks]
+    causes = judge_batches(
+        np.frombuffer(b"".join(blocks), np.uint8).reshape(-1, BLOCK),
+        np.frombuffer(b"".join(lives), np.uint8).reshape(-1, 16),
+        np.array(starts),
+        np.array(sizes),
+    )
+    for block, start, size, life, cause in zip(blocks, starts, sizes, lives, causes.tolist(), strict=True):
+        alone = parse_batch(memoryview(block), life, start, size)
+        assert alone is REJECTS[cause] if cause != GOOD else isinstance(alone, Batch)
+
+
 @given(mutations(CHECKPOINT))
 def test_a_checkpoint_is_the_one_that_was_written_or_is_refused(data: bytes) -> None:
     with little_memory():
@@ -306,7 +329,7 @@ def test_a_damaged_directory_opens_and_delivers_what_was_stored_or_nothing(data:
 @given(st.data())
 def test_rows_of_a_checkpoint_that_lie_beyond_their_segment_are_not_believed(data: st.DataObject) -> None:
     disk = damaged_checkpoint(data)
-    with little_memory(400 << 20):  # 36 MB per segment for record tables, of which only what is used is ever backed
+    with little_memory():
         rig = tier_on(disk).open()
     assert isinstance(rig.tier, DiskTier)
     assert rig.tier.statistics().state is TierState.OPEN, rig.tier.status

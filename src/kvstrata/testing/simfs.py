@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstrata.tiers.disk.calls import CallQueue
+from kvstrata.errors import InternalError
+from kvstrata.tiers.disk.calls import Call, CallQueue
 from kvstrata.tiers.disk.io import Files, FileStat, address_of
 
 SECTOR = 512
@@ -350,8 +351,47 @@ class SimFiles:
         """Nothing runs beside a simulated process."""
 
     def call_queue(self, depth: int) -> CallQueue | None:
-        """See `Files`: none, calls are carried out on the spot."""
-        return None
+        """See `Files`: its calls are carried out when somebody asks for them, the last one first."""
+        return _SimQueue(self, depth)
+
+
+class _SimQueue:
+    """A `CallQueue` of one simulated process."""
+
+    handle = -1
+
+    def __init__(self, files: SimFiles, depth: int) -> None:
+        self._files = files
+        self._depth = depth
+        self._calls: list[tuple[int, Call, int, int]] = []
+        self._submitted = 0
+
+    def push(self, tag: int, call: Call, begin: int, size: int) -> None:
+        """See `CallQueue`."""
+        if len(self._calls) == self._depth:
+            raise InternalError(f"more than {self._depth} calls in the queue")
+        self._calls.append((tag, call, begin, size))
+
+    def submit(self) -> None:
+        """See `CallQueue`."""
+        self._submitted = len(self._calls)
+
+    def take(self, least: int = 0) -> list[tuple[int, int]]:
+        """See `CallQueue`."""
+        at_disk, self._calls = self._calls[: self._submitted], self._calls[self._submitted :]
+        self._submitted = 0
+        return [(tag, self._carry_out(call, begin, size)) for tag, call, begin, size in reversed(at_disk)]
+
+    def _carry_out(self, call: Call, begin: int, size: int) -> int:
+        move = self._files.pwritev if call.write else self._files.preadv
+        try:
+            return move(call.handle, call.buffers(begin, size), call.offset + begin)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+    def close(self) -> None:
+        """See `CallQueue`."""
+        self._calls.clear()
 
 
 @dataclass

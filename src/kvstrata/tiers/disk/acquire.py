@@ -23,6 +23,7 @@ from kvstrata.tiers.disk.recover import (
     read_segment_header,
     recover,
 )
+from kvstrata.tiers.disk.scan import Handles
 from kvstrata.tiers.disk.segment import SEGMENT_SLACK, Segment, SegmentState, Sizes, Space, padded
 from kvstrata.tiers.disk.work import SCRATCH_NAME, segment_name
 from kvstrata.types import OffloadKey
@@ -64,10 +65,12 @@ def acquire(
     sizes_for: Callable[[int | None], Sizes],
     helpers: Callable[[Callable[[], None]], None] | None = None,
     many: int = 0,
+    call_queue: bool = True,
 ) -> Acquired:
     """Own the directory at `path`. Raises `InUseError` or `OSError`; then nothing is left open.
 
-    `sizes_for` divides the limit; it is given the segment size that the directory already has, or None.
+    `sizes_for` divides the limit; it is given the segment size that the directory already has, or None. For the others
+    see `scan_all`; a queue is used for direct calls only.
     """
     directory = files.open_directory(path, create=True)
     lock = -1
@@ -75,7 +78,7 @@ def acquire(
         lock = files.open(directory, LOCK_NAME, write=True, create=True)
         if not files.lock(lock):
             raise InUseError(path)
-        taken = _take(files, directory, lock, sizes_for, helpers, many)
+        taken = _take(files, directory, lock, sizes_for, helpers, many, call_queue)
         give_back_memory()
         return taken
     except BaseException:
@@ -98,6 +101,7 @@ def _take(
     sizes_for: Callable[[int | None], Sizes],
     helpers: Callable[[Callable[[], None]], None] | None,
     many: int,
+    call_queue: bool,
 ) -> Acquired:
     for leftover in (CHECKPOINT_TEMPORARY, SCRATCH_NAME):
         files.unlink(directory, leftover)
@@ -109,7 +113,7 @@ def _take(
         sizes = sizes_for(_common_size(handles))
         notes = _trim(files, directory, handles, sizes)
         checkpoint, checkpoint_size = _checkpoint(files, directory, sizes, rejects)
-        found = recover(files, handles, checkpoint, helpers=helpers, many=many)
+        found = recover(files, handles, checkpoint, call_queue=direct and call_queue, helpers=helpers, many=many)
     finally:
         for handle, _, _ in handles.values():
             with contextlib.suppress(OSError):
@@ -142,9 +146,6 @@ def _probe_direct(files: Files, directory: int) -> bool:
         if handle >= 0:
             files.close(handle)
         files.unlink(directory, SCRATCH_NAME)
-
-
-Handles = dict[int, tuple[int, SegmentHeader, int]]
 
 
 def _open_segments(files: Files, directory: int, direct: bool, rejects: Counter[Reject], handles: Handles) -> None:
@@ -226,7 +227,7 @@ def _space(sizes: Sizes, found: Recovered) -> Space:
         segment.cursor = segment.written_end = scan.end
         segment.state = SegmentState.SEALED
         # What a killed process wrote behind its last checkpoint may be in nothing but the system's memory.
-        segment.dirty = bool(scan.batches)
+        segment.dirty = len(scan.batches) > 0
         space.segments[scan.number] = segment
         space.next_seq = max(space.next_seq, scan.header.seq + 1)
     _find_open(space, {scan.number for scan in found.scans if not scan.ended and scan.size == sizes.segment_bytes})

@@ -66,6 +66,13 @@ class CallQueue(Protocol):
         """Hand over what was pushed. Does not wait for it. What is refused ends with its error."""
         ...
 
-    def take(self) -> list[tuple[int, int]]:
-        """Calls that have ended: tag, and the bytes done or minus the number of the error. Never waits."""
+    def take(self, least: int = 0) -> list[tuple[int, int]]:
+        """Calls that have ended: tag, and the bytes done or minus the number of the error.
+
+        Waits for `least` of them; fewer if not so many are unfinished, or a signal comes in between.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the queue back; waits for what is in it."""
         ...

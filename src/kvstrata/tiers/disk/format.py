@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstrata.types import DIGEST_BYTES, KEY_BYTES
+from kvstrata.types import DIGEST_BYTES, I8, I64, KEY_BYTES, Bool
 
 FORMAT_VERSION = 1
 BLOCK = 4096
@@ -44,7 +44,10 @@ _CHECKPOINT = struct.Struct("<8sHHIQIIQ16s")
 _HASH_PIECE = 1 << 16
 _HASH_IN_PIECES = 1 << 19
 _CHECKSUM_AT = HEAD_BYTES - DIGEST_BYTES
+_BATCH_WORD = np.uint64(int.from_bytes(_BATCH_MAGIC, "little"))
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Heads: TypeAlias = npt.NDArray[np.void]
 Records: TypeAlias = npt.NDArray[np.void]
 Words: TypeAlias = npt.NDArray[np.uint32]
 
@@ -52,6 +55,20 @@ KEY_WORDS = KEY_BYTES // 4
 RECORD_DTYPE = np.dtype(
     [("key", "<u4", (KEY_WORDS,)), ("digest", "<u8", (2,)), ("offset", "<u4"), ("length", "<u4")], align=False
 )
+_HEAD_FIELDS = {
+    "magic": (0, "<u8"), "version": (8, "<u2"), "kind": (10, "u1"), "count": (12, "<u2"), "realm": (16, ("u1", (24,))),
+    "id": (40, ("u1", (ID_BYTES,))), "start": (56, "<u8"), "span": (64, "<u8"), "seq": (72, "<u8"),
+    "wall_us": (80, "<u8"),
+}  # fmt: skip
+_HEAD_DTYPE = np.dtype(
+    {
+        "names": list(_HEAD_FIELDS),
+        "formats": [form for _, form in _HEAD_FIELDS.values()],
+        "offsets": [at for at, _ in _HEAD_FIELDS.values()],
+        "itemsize": BLOCK,
+    }
+)
+"""The head of a block, `_BATCH` by names; "realm" is namespace and layout tag."""
 REALM_DTYPE = np.dtype([("namespace", "S16"), ("tag", "<u8")])
 CHECKPOINT_SEGMENT_DTYPE = np.dtype(
     [("number", "<u4"), ("pad", "<u4"), ("id", "u1", (16,)), ("seq", "<u8"), ("scan_from", "<u8")]
@@ -84,6 +101,11 @@ class Reject(enum.StrEnum):
     DIGEST = "digest"  # the payload does not have its digest
 
 
+REJECTS = tuple(Reject)
+GOOD = -1
+"""In arrays of causes: none. A cause is its place in `REJECTS`."""
+
+
 class BatchKind(enum.IntEnum):
     """What a header block announces."""
 
@@ -91,6 +113,9 @@ class BatchKind(enum.IntEnum):
     REMOVE = 2  # keys that are no longer held
     PURGE = 3  # the namespace of the head is no longer held
     END = 4  # nothing follows in this segment
+
+
+_KNOWN_KINDS = np.isin(np.arange(256), list(BatchKind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,53 +245,101 @@ def make_records(keys: bytes, digests: bytes, offsets: Sequence[int], lengths: S
     return table
 
 
-def parse_batch(
-    block: memoryview,
-    segment_id: bytes,
-    start: int,
-    segment_size: int,
-    keep: Callable[[Records], Records] | None = None,
-) -> Batch | Reject:
+def parse_batch(block: memoryview, segment_id: bytes, start: int, segment_size: int) -> Batch | Reject:
     """What the block found at `start` of the segment with `segment_id` says, if it belongs there.
 
-    `records` of the answer are a view of the block, or what `keep` makes of that.
+    `records` of the answer are a view of the block.
     """
     if len(block) < BLOCK:
         return Reject.TRUNCATED
-    if bytes(block[:8]) != _BATCH_MAGIC:
-        return Reject.EMPTY
-    if bytes(block[40:56]) != segment_id:
-        # Of a former life, or copied from another segment: not worth a checksum.
-        return Reject.STALE
-    reject = _reject(block, _BATCH_MAGIC)
-    if reject is not None:
-        return reject
-    _, _, kind, _, count, _, namespace, tag, _, own, span, seq, wall_us = _BATCH.unpack_from(block, 0)
-    if own != start:
-        return Reject.MISPLACED
-    if count > RECORDS_PER_BATCH or kind not in BatchKind._value2member_map_ or span < BLOCK or span % BLOCK:
-        return Reject.MALFORMED
+    blocks = np.frombuffer(block, np.uint8, BLOCK).reshape(1, BLOCK)
+    life = np.frombuffer(segment_id, np.uint8).reshape(1, ID_BYTES)
+    cause = int(judge_batches(blocks, life, np.array([start]), np.array([segment_size]))[0])
+    if cause != GOOD:
+        return REJECTS[cause]
+    _, _, kind, _, count, _, namespace, tag, _, _, span, seq, wall_us = _BATCH.unpack_from(block, 0)
     records: Records = np.frombuffer(block, RECORD_DTYPE, count, HEAD_BYTES)
-    if start + span > segment_size or seq >= MAX_SEQ or wall_us >= MAX_COUNT:
-        return Reject.MALFORMED
-    if kind == BatchKind.RECORDS:
-        ends = records["offset"].astype(np.int64) + records["length"]
-        if count and (int(records["offset"].min()) < start + BLOCK or int(ends.max()) > start + span):
-            return Reject.MALFORMED
-    kept = records if keep is None else keep(records)
-    return Batch(BatchKind(kind), Realm(namespace, tag), segment_id, seq, start, span, wall_us, kept)
+    return Batch(BatchKind(kind), Realm(namespace, tag), segment_id, seq, start, span, wall_us, records)
+
+
+def judge_batches(blocks: Bytes, lives: Bytes, starts: I64, sizes: I64) -> I8:
+    """Whether blocks (n, 4096) are header blocks of the segment lives (n, 16) that they were looked for in.
+
+    `starts`: where each was found; `sizes`: of its file. Answers `GOOD`, or the cause.
+    """
+    heads = heads_of(blocks)
+    ours = heads["magic"] == _BATCH_WORD
+    # Of a former life, or copied from another segment: not worth a checksum.
+    alive = (heads["id"] == lives).all(axis=1)
+    whole = _checksums_hold(blocks, ours & alive)
+    reasons = (  # the first that is true counts
+        (~ours, Reject.EMPTY),
+        (~alive, Reject.STALE),
+        (~whole, Reject.CHECKSUM),
+        (heads["version"] != FORMAT_VERSION, Reject.VERSION),
+        (heads["start"] != starts.astype(np.uint64), Reject.MISPLACED),
+        (_impossible(heads, starts, sizes) | _astray(heads, records_of(blocks), starts), Reject.MALFORMED),
+    )
+    causes: I8 = np.full(len(blocks), GOOD, np.int8)
+    for wrong, reject in reversed(reasons):
+        causes[wrong] = REJECTS.index(reject)
+    return causes
+
+
+def heads_of(blocks: Bytes) -> Heads:
+    """The heads of blocks (n, 4096), as a view."""
+    heads: Heads = blocks.view(_HEAD_DTYPE)[:, 0]
+    return heads
+
+
+def records_of(blocks: Bytes) -> Records:
+    """All places for records of header blocks (n, 4096), as a view (n, 64)."""
+    return blocks[:, HEAD_BYTES:].view(RECORD_DTYPE)
+
+
+def _checksums_hold(blocks: Bytes, which: Bool) -> Bool:
+    holds = np.zeros(len(blocks), np.bool_)
+    rows = which.nonzero()[0]
+    if len(rows):
+        made = b"".join([_checksum(blocks[row].data) for row in rows.tolist()])
+        wanted = blocks[rows, _CHECKSUM_AT:HEAD_BYTES]
+        holds[rows] = (np.frombuffer(made, np.uint8).reshape(-1, DIGEST_BYTES) == wanted).all(axis=1)
+    return holds
+
+
+def _impossible(heads: Heads, starts: I64, sizes: I64) -> Bool:
+    """Whether the numbers of heads cannot be true."""
+    span = heads["span"]
+    room = np.maximum(sizes - starts, 0).astype(np.uint64)
+    impossible: Bool = (heads["count"] > RECORDS_PER_BATCH) | ~_KNOWN_KINDS[heads["kind"]]
+    impossible |= (span < BLOCK) | (span % BLOCK != 0) | (span > room)
+    impossible |= (heads["seq"] >= MAX_SEQ) | (heads["wall_us"] >= np.uint64(MAX_COUNT))
+    return impossible
+
+
+def _astray(heads: Heads, records: Records, starts: I64) -> Bool:
+    """Whether records lie outside of the batch that announces them."""
+    counts = np.where(heads["kind"] == BatchKind.RECORDS, heads["count"], 0)
+    most = min(int(counts.max(initial=0)), RECORDS_PER_BATCH)
+    tables = records[:, :most]
+    begins = tables["offset"].astype(np.int64)
+    ends = begins + tables["length"]
+    first = starts + BLOCK
+    end = starts + heads["span"].astype(np.int64)
+    outside = (begins < first[:, None]) | (ends > end[:, None])
+    astray: Bool = (outside & (np.arange(most) < counts[:, None])).any(axis=1)
+    return astray
 
 
 def find_batches(window: memoryview, segment_id: bytes) -> list[int]:
     """Offsets of the blocks in `window` that look like header blocks of this life of the segment."""
     blocks = len(window) // BLOCK
-    view = np.frombuffer(window, np.uint8, blocks * BLOCK).reshape(blocks, BLOCK)
-    wanted = np.frombuffer(_BATCH_MAGIC, np.uint8)
-    rows = np.flatnonzero((view[:, :8] == wanted).all(axis=1))
+    heads = heads_of(np.frombuffer(window, np.uint8, blocks * BLOCK).reshape(blocks, BLOCK))
+    rows = np.flatnonzero(heads["magic"] == _BATCH_WORD)
     if not len(rows):
         return []
     life = np.frombuffer(segment_id, np.uint8)
-    return [int(row) * BLOCK for row in rows[(view[rows, 40:56] == life).all(axis=1)]]
+    return [int(row) * BLOCK for row in rows[(heads["id"][rows] == life).all(axis=1)]]
 
 
 @dataclass(frozen=True, slots=True)

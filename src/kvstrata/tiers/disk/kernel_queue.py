@@ -120,12 +120,13 @@ class KernelQueue:
             begin += done
         pushed.clear()
 
-    def take(self) -> list[tuple[int, int]]:
+    def take(self, least: int = 0) -> list[tuple[int, int]]:
         """See `CallQueue`."""
         ended, self._refused = self._refused, []
         if not self._places:
             return ended
-        count = self._events(self._events_number, self._context, 0, self._depth, self._ended_at, None)
+        least = max(min(least - len(ended), len(self._places)), 0)
+        count = self._events(self._events_number, self._context, least, self._depth, self._ended_at, None)
         for index in range(max(count, 0)):
             tag, _, result, _ = _EVENT.unpack_from(self._ended, index * _EVENT.size)
             self._free.append(self._places.pop(tag))
@@ -133,7 +134,7 @@ class KernelQueue:
         return ended
 
     def close(self) -> None:
-        """Give the queue back; waits for what is in it."""
+        """See `CallQueue`."""
         _system_call(ctypes.c_ulong)(self._destroy_number, self._context)
         os.close(self._handle)
 

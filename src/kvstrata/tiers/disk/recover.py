@@ -7,7 +7,7 @@ the next header block of this life of the segment.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,6 @@ from kvstrata.tiers.disk.format import (
     BLOCK,
     RECORD_BYTES,
     RECORD_DTYPE,
-    RESYNC_BYTES,
     SECTOR,
     Batch,
     BatchKind,
@@ -30,7 +29,6 @@ from kvstrata.tiers.disk.format import (
     SegmentHeader,
     Words,
     align_up,
-    find_batches,
     parse_batch,
     parse_checkpoint,
     parse_segment,
@@ -38,71 +36,14 @@ from kvstrata.tiers.disk.format import (
 )
 from kvstrata.tiers.disk.index import U64, Index, hashes_of, keys_of
 from kvstrata.tiers.disk.io import Files, aligned_buffer, read_all
+from kvstrata.tiers.disk.scan import Handles, read_block, scan_all
+from kvstrata.tiers.disk.trail import SegmentScan
 from kvstrata.types import I64, Bool, OffloadKey
 
 CHECKPOINT_NAME = "checkpoint.kvs"
 CHECKPOINT_TEMPORARY = "checkpoint.tmp"
 VERIFY_TAIL_BYTES = 64 << 20
 """How much of what was written last is read and verified: more than can have been in flight."""
-_WINDOW = 1 << 20
-
-
-@dataclass(slots=True)
-class SegmentScan:
-    """What one segment file says."""
-
-    number: int
-    header: SegmentHeader
-    size: int
-    batches: list[Batch] = field(default_factory=list)
-    end: int = BLOCK
-    ended: bool = False
-    """The segment was sealed: an end block was found."""
-    rejects: Counter[Reject] = field(default_factory=Counter)
-    table: Records | None = None
-    """The records of all batches in one piece, if they lie in one."""
-
-
-class _Reader:
-    """Reads header blocks of one file; record tables are kept together in large pieces, which are given back whole."""
-
-    _PIECE = 600_000  # so large that the allocator gives it back to the system; only what is used is backed
-
-    def __init__(self, files: Files, handle: int) -> None:
-        self._files = files
-        self._handle = handle
-        self._block = aligned_buffer(BLOCK)
-        self._piece: Records = np.empty(0, RECORD_DTYPE)
-        self._used = 0
-        self._pieces = 0
-
-    def batch_at(self, header: SegmentHeader, at: int, size: int) -> Batch | Reject:
-        """The batch whose header block is at `at`, or why there is none."""
-        try:
-            got = read_all(self._files, self._handle, [self._block], at)
-        except OSError:
-            return Reject.EMPTY  # a bad sector is a hole like any other
-        return parse_batch(self._block[:got], header.segment_id, at, size, self._keep)
-
-    def whole(self) -> Records | None:
-        """Everything that was kept, if one piece was enough for it."""
-        return self._piece[: self._used] if self._pieces == 1 else None
-
-    def _keep(self, records: Records) -> Records:
-        count = len(records)
-        if self._used + count > len(self._piece):
-            self._piece, self._used = np.empty(self._PIECE, RECORD_DTYPE), 0
-            self._pieces += 1
-        kept = self._piece[self._used : self._used + count]
-        kept[:] = records
-        self._used += count
-        return kept
-
-
-def read_block(files: Files, handle: int, offset: int, size: int = BLOCK) -> memoryview:
-    """Up to `size` bytes at `offset`; fewer at the end of the file."""
-    buffer = aligned_buffer(size)
-    return buffer[: read_all(files, handle, [buffer], offset)]
 
 
 def read_segment_header(files: Files, handle: int) -> SegmentHeader | Reject:
@@ -118,52 +59,6 @@ def read_segment_header(files: Files, handle: int) -> SegmentHeader | Reject:
         if not isinstance(batch, Reject):
             return SegmentHeader(batch.segment_id, batch.seq, 0, 0, batch.wall_us)
     return header
-
-
-def scan_segment(files: Files, handle: int, number: int, header: SegmentHeader, size: int, start: int) -> SegmentScan:
-    """Follow the header blocks of one segment from `start`. Raises `OSError` if the file cannot be read at all."""
-    scan = SegmentScan(number, header, size, end=start)
-    reader = _Reader(files, handle)
-    _follow(files, handle, reader, scan, start)
-    scan.table = reader.whole()
-    return scan
-
-
-def _follow(files: Files, handle: int, reader: _Reader, scan: SegmentScan, start: int) -> None:
-    header, size = scan.header, scan.size
-    at = start
-    while at + BLOCK <= size:
-        batch = reader.batch_at(header, at, size)
-        if isinstance(batch, Reject):
-            found = _resync(files, handle, header, at, size)
-            if found is None:
-                if batch not in (Reject.EMPTY, Reject.STALE):
-                    scan.rejects[batch] += 1
-                return
-            scan.rejects[batch] += 1
-            at = found
-            continue
-        scan.batches.append(batch)
-        at = scan.end = batch.start + batch.span
-        if batch.kind is BatchKind.END:
-            scan.ended = True
-            return
-
-
-def _resync(files: Files, handle: int, header: SegmentHeader, at: int, size: int) -> int | None:
-    limit = min(size, at + RESYNC_BYTES)
-    place = at + BLOCK
-    while place < limit:
-        try:
-            window = read_block(files, handle, place, min(_WINDOW, limit - place))
-        except OSError:
-            window = memoryview(b"")
-        for offset in find_batches(window, header.segment_id):
-            batch = parse_batch(window[offset : offset + BLOCK], header.segment_id, place + offset, size)
-            if not isinstance(batch, Reject):
-                return place + offset
-        place += _WINDOW
-    return None
 
 
 def read_checkpoint(files: Files, directory: int) -> tuple[Checkpoint | Reject | None, int]:
@@ -196,9 +91,9 @@ class _Facts:
     orders: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     removes: bool = False
 
-    def add_batches(self, batches: list[Batch], number: int, records: Records) -> None:
-        """The records, or the removals, of some header blocks of one segment; a removal has segment -1."""
-        removal = batches[0].kind is BatchKind.REMOVE
+    def add_batches(self, first: Batch, number: int, records: Records) -> None:
+        """The records, or the removals, of header blocks like the first of one segment; a removal has segment -1."""
+        removal = first.kind is BatchKind.REMOVE
         self.removes |= removal
         count = len(records)
         self.keys.append(records["key"])
@@ -208,7 +103,7 @@ class _Facts:
         self.lengths.append(records["length"])
         self.stamps.append(np.zeros(count, np.uint32))
         # Of a removal too the offset is its place.
-        self.orders.append(np.uint64(batches[0].seq << 32) | records["offset"].astype(np.uint64))
+        self.orders.append(np.uint64(first.seq << 32) | records["offset"].astype(np.uint64))
 
     def add_checkpoint(self, rows: npt.NDArray[np.void], numbers: npt.NDArray[np.int32], seqs: Any) -> None:
         """Rows of a checkpoint, with segment numbers and lives looked up."""
@@ -291,20 +186,17 @@ class Recovered:
 
 def recover(
     files: Files,
-    handles: dict[int, tuple[int, SegmentHeader, int]],
+    handles: Handles,
     checkpoint: Checkpoint | None,
     *,
     verify_tail: int = VERIFY_TAIL_BYTES,
+    call_queue: bool = False,
     helpers: Callable[[Callable[[], None]], None] | None = None,
     many: int = 0,
 ) -> Recovered:
-    """Rebuild the indexes. `handles`: segment number -> (open handle, header, file size).
-
-    `helpers` may run the scan of several segments at once; this call does what they have not begun and waits only for
-    what they have.
-    """
+    """Rebuild the indexes. `call_queue`, `helpers`, `many`: see `scan_all`."""
     starts = _scan_starts(handles, checkpoint)
-    scans = _scan_all(files, handles, starts, helpers, many)
+    scans = scan_all(files, handles, starts, call_queue=call_queue, helpers=helpers, many=many)
     rejects: Counter[Reject] = Counter()
     for scan in scans:
         rejects.update(scan.rejects)
@@ -325,36 +217,35 @@ def recover(
     )
 
 
-def _collect(
-    scans: list[SegmentScan], keeps: dict[tuple[int, int], Bool]
-) -> tuple[dict[Realm, _Facts], dict[bytes, int]]:
+def _collect(scans: list[SegmentScan], keeps: dict[int, Bool]) -> tuple[dict[Realm, _Facts], dict[bytes, int]]:
     """Facts by realm, and by namespace the order of its last purge."""
     facts: dict[Realm, _Facts] = {}
     purges: dict[bytes, int] = {}
     for scan in scans:
-        alike: dict[tuple[Realm, BatchKind], list[Batch]] = {}
-        for batch in scan.batches:
-            if batch.kind is BatchKind.PURGE:
-                order = batch.seq << 32 | batch.start
-                purges[batch.realm.namespace] = max(purges.get(batch.realm.namespace, 0), order)
-            elif len(batch.records):
-                alike.setdefault((batch.realm, batch.kind), []).append(batch)
-        whole = scan.table if len(alike) == 1 and not any(number == scan.number for number, _ in keeps) else None
-        for (realm, _), batches in alike.items():
-            records = _joined(batches, scan.number, keeps) if whole is None else whole
-            facts.setdefault(realm, _Facts()).add_batches(batches, scan.number, records)
+        batches = scan.batches
+        for row in np.flatnonzero(batches["kind"] == BatchKind.PURGE).tolist():
+            purge = scan.batch(row)
+            namespace = purge.realm.namespace
+            purges[namespace] = max(purges.get(namespace, 0), purge.seq << 32 | purge.start)
+        alike = batches["realm"].astype(np.int64) << 8 | batches["kind"]
+        alike[batches["count"] == 0] = -1
+        groups, firsts = np.unique(alike, return_index=True)
+        for row in sorted(firsts[groups >= 0].tolist()):
+            first = scan.batch(row)
+            chosen = np.repeat(alike == alike[row], batches["count"])
+            if scan.number in keeps:
+                chosen &= keeps[scan.number]
+            records = scan.records if chosen.all() else _chosen(scan.records, chosen)
+            facts.setdefault(first.realm, _Facts()).add_batches(first, scan.number, records)
     return facts, purges
 
 
-def _joined(batches: list[Batch], number: int, keeps: dict[tuple[int, int], Bool]) -> Records:
-    """The records of some batches that are good, in one table."""
-    tables = [b.records[keeps[number, b.start]] if (number, b.start) in keeps else b.records for b in batches]
-    rows = [np.ascontiguousarray(table).view(np.uint8).reshape(-1, RECORD_BYTES) for table in tables]
-    joined: Records = np.concatenate(rows).view(RECORD_DTYPE).ravel()
-    return joined
+def _chosen(records: Records, chosen: Bool) -> Records:
+    raw = records.view(f"V{RECORD_BYTES}")  # copied as it is, and not field by field
+    return raw[chosen].view(RECORD_DTYPE)
 
 
-def _scan_starts(handles: dict[int, tuple[int, SegmentHeader, int]], checkpoint: Checkpoint | None) -> dict[int, int]:
+def _scan_starts(handles: Handles, checkpoint: Checkpoint | None) -> dict[int, int]:
     starts = dict.fromkeys(handles, BLOCK)
     if checkpoint is not None:
         for row in checkpoint.segments:
@@ -365,52 +256,23 @@ def _scan_starts(handles: dict[int, tuple[int, SegmentHeader, int]], checkpoint:
     return starts
 
 
-def _scan_all(
-    files: Files,
-    handles: dict[int, tuple[int, SegmentHeader, int]],
-    starts: dict[int, int],
-    helpers: Callable[[Callable[[], None]], None] | None,
-    many: int,
-) -> list[SegmentScan]:
-    todo = deque(handles)
-    done: deque[SegmentScan] = deque()
-
-    def work() -> None:
-        while True:
-            try:
-                number = todo.popleft()
-            except IndexError:
-                return
-            handle, header, size = handles[number]
-            try:
-                done.append(scan_segment(files, handle, number, header, size, starts[number]))
-            except OSError:
-                done.append(SegmentScan(number, header, size, end=starts[number]))
-
-    if helpers is not None:
-        for _ in range(min(many, len(handles) - 1)):
-            helpers(work)
-    work()
-    while len(done) < len(handles):
-        files.pause()
-    return sorted(done, key=lambda scan: scan.header.seq)
-
-
 def _verify_tail(
-    files: Files, handles: dict[int, tuple[int, SegmentHeader, int]], scans: list[SegmentScan], budget: int
-) -> tuple[dict[tuple[int, int], Bool], list[tuple[Realm, OffloadKey]]]:
-    keeps: dict[tuple[int, int], Bool] = {}
+    files: Files, handles: Handles, scans: list[SegmentScan], budget: int
+) -> tuple[dict[int, Bool], list[tuple[Realm, OffloadKey]]]:
+    """By segment number which of its records are good, where some are not; and the keys of those."""
+    keeps: dict[int, Bool] = {}
     bad: list[tuple[Realm, OffloadKey]] = []
     for scan in reversed(scans):
-        for batch in reversed(scan.batches):
-            if batch.kind is not BatchKind.RECORDS:
-                continue
+        for row in np.flatnonzero(scan.batches["kind"] == BatchKind.RECORDS)[::-1].tolist():
             if budget <= 0:
                 return keeps, bad
+            batch = scan.batch(row)
             budget -= batch.span
             good = verify_batch(files, handles[scan.number][0], batch)
             if not good.all():
-                keeps[scan.number, batch.start] = good
+                first = int(scan.batches["first"][row])
+                keep = keeps.setdefault(scan.number, np.ones(len(scan.records), np.bool_))
+                keep[first : first + len(good)] = good
                 bad += [(batch.realm, key) for key in keys_of(batch.records["key"][~good])]
     return keeps, bad
 
@@ -444,9 +306,7 @@ def verify_place(files: Files, handle: int, offset: int, length: int, digest: by
     return len(piece) == length and payload_digest(piece) == digest
 
 
-def _add_checkpoint(
-    facts: dict[Realm, _Facts], handles: dict[int, tuple[int, SegmentHeader, int]], checkpoint: Checkpoint
-) -> int:
+def _add_checkpoint(facts: dict[Realm, _Facts], handles: Handles, checkpoint: Checkpoint) -> int:
     table = checkpoint.segments
     rows = checkpoint.records
     if not len(rows) or not len(table):

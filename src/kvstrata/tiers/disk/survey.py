@@ -10,21 +10,22 @@ import numpy as np
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.disk.acquire import LOCK_NAME, InUseError, acquire, segment_number
-from kvstrata.tiers.disk.format import BLOCK, BatchKind, Realm, Reject, SegmentHeader, pack_batch
+from kvstrata.tiers.disk.format import BLOCK, BatchKind, Realm, Reject, pack_batch
 from kvstrata.tiers.disk.index import Index, keys_of
 from kvstrata.tiers.disk.io import Files, aligned_buffer, write_all
 from kvstrata.tiers.disk.recover import (
     CHECKPOINT_NAME,
     CHECKPOINT_TEMPORARY,
-    SegmentScan,
     read_checkpoint,
     read_segment_header,
     recover,
     verify_batch,
     verify_place,
 )
+from kvstrata.tiers.disk.scan import Handles
 from kvstrata.tiers.disk.segment import Space, divide, padded_sum
 from kvstrata.tiers.disk.snapshot import Snapshot
+from kvstrata.tiers.disk.trail import SegmentScan
 from kvstrata.tiers.disk.work import SCRATCH_NAME, segment_name
 from kvstrata.types import I64, key_group
 
@@ -87,7 +88,7 @@ class _Look:
     """An opened directory, and what was found in it."""
 
     directory: int
-    handles: dict[int, tuple[int, SegmentHeader, int]]
+    handles: Handles
     rejected: Counter[Reject]
     names: list[str]
 
@@ -175,7 +176,7 @@ def _in_use(files: Files, look: _Look) -> bool:
 
 def _segment_report(scan: SegmentScan) -> SegmentReport:
     report = SegmentReport(scan.number, scan.size, scan.header.seq, scan.header.wall_us, end=scan.end)
-    report.records = sum(len(batch.records) for batch in scan.batches if batch.kind is BatchKind.RECORDS)
+    report.records = int(scan.batches["count"][scan.batches["kind"] == BatchKind.RECORDS].sum())
     return report
 
 
@@ -216,8 +217,10 @@ def _walls(index: Index, rows: I64, scans: dict[int, SegmentScan]) -> I64:
     numbers, offsets = index.segment[rows], index.offset[rows].astype(np.int64)
     for number, scan in scans.items():
         mine = np.flatnonzero(numbers == number)
-        starts = np.array([batch.start for batch in scan.batches] or [0], np.int64)
-        times = np.array([batch.wall_us for batch in scan.batches] or [scan.header.wall_us], np.int64)
+        starts, times = scan.batches["start"], scan.batches["wall_us"]
+        if not len(times):
+            walls[mine] = scan.header.wall_us
+            continue
         walls[mine] = times[np.maximum(np.searchsorted(starts, offsets[mine], side="right") - 1, 0)]
     return walls
 
@@ -288,9 +291,8 @@ def _repair(files: Files, directory: int, space: Space, indexes: dict[Realm, Ind
 def _drop_from_headers(files: Files, handle: int, scan: SegmentScan) -> None:
     """Write header blocks again without the records whose payload is bad."""
     changed = False
-    for batch in scan.batches:
-        if batch.kind is not BatchKind.RECORDS:
-            continue
+    for row in np.flatnonzero(scan.batches["kind"] == BatchKind.RECORDS).tolist():
+        batch = scan.batch(row)
         good = verify_batch(files, handle, batch)
         if good.all():
             continue

@@ -86,10 +86,10 @@ class DiskTier:
     default what the directory has already, else a 32nd of the limit, and room for `largest_chunk` in any case.
     `min_free`: bytes that stay free on the device; no segment is created below. `io_process`: None uses a process of
     its own if primary is a shared region, else threads of the context's executor. `width`: calls in flight;
-    `write_depth`: how many of them may be stores while no load waits. `call_queue`: the I/O process keeps its calls in
-    the kernel's queue where there is one, else in threads. `hot_share`: how much of a reclaimed segment is
-    written again at most. `verify=False` is for tests only: it switches off the check of payload digests, to show that
-    damage would be seen without it.
+    `write_depth`: how many of them may be stores while no load waits. `call_queue`: the I/O process, and the scan of an
+    opening, keep their calls in the kernel's queue where there is one, else in threads. `hot_share`: how much of a
+    reclaimed segment is written again at most. `verify=False` is for tests only: it switches off the check of payload
+    digests, to show that damage would be seen without it.
     """
 
     medium = Medium.NVME
@@ -194,7 +194,7 @@ class DiskTier:
     def _acquire(self, context: TierContext) -> Acquired | str:
         """The directory, or why it cannot be had. May block; also runs on the executor."""
         try:
-            return acquire(self._files, self._path, self._sizes, context.executor.submit, _SCANNERS)
+            return acquire(self._files, self._path, self._sizes, context.executor.submit, _SCANNERS, self._call_queue)
         except InUseError:
             return "the directory is in use by another process"
         except (NotADirectoryError, FileExistsError):
