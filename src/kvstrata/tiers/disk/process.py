@@ -7,7 +7,7 @@ calls are, so the slots are free at once. It is started again after a back-off. 
 does; until then it holds the lock of the directory, so nobody else writes there beside it.
 
 Answers are read by whoever polls, and nobody else touches them. A count in shared memory tells whether there are any:
-a call that finds the pipe empty costs a busy engine as much as its work on answers does. A bell beside them, a second
+a busy engine mostly asks too early, and a read of the empty pipe is not free. A bell beside them, a second
 pipe, says that it is time to look: a slice of waiting for it runs on the context's executor, which therefore has to be
 one with threads. The bell is not rung for answers that are fetched in time anyway: each ring makes a thread of the
 engine give up the interpreter, to one that may have to wait for a core of its own.

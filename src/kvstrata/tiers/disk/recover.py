@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from kvstrata.tiers.disk.format import (
     BLOCK,
-    RECORD_BYTES,
     RECORD_DTYPE,
     SECTOR,
     Batch,
@@ -37,7 +36,7 @@ from kvstrata.tiers.disk.format import (
 from kvstrata.tiers.disk.index import U64, Index, hashes_of, keys_of
 from kvstrata.tiers.disk.io import Files, aligned_buffer, read_all
 from kvstrata.tiers.disk.scan import Handles, read_block, scan_all
-from kvstrata.tiers.disk.trail import SegmentScan
+from kvstrata.tiers.disk.trail import RAW_RECORD, SegmentScan
 from kvstrata.types import I64, Bool, OffloadKey
 
 CHECKPOINT_NAME = "checkpoint.kvs"
@@ -241,8 +240,7 @@ def _collect(scans: list[SegmentScan], keeps: dict[int, Bool]) -> tuple[dict[Rea
 
 
 def _chosen(records: Records, chosen: Bool) -> Records:
-    raw = records.view(f"V{RECORD_BYTES}")  # copied as it is, and not field by field
-    return raw[chosen].view(RECORD_DTYPE)
+    return records.view(RAW_RECORD)[chosen].view(RECORD_DTYPE)
 
 
 def _scan_starts(handles: Handles, checkpoint: Checkpoint | None) -> dict[int, int]:
