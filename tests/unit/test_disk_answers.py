@@ -112,6 +112,44 @@ def test_an_engine_that_looks_by_itself_is_not_rung_for(pipes: Pipes) -> None:
     assert len(seen) > 980
 
 
+def test_an_engine_that_looks_by_itself_is_not_rung_for_when_answers_are_few(pipes: Pipes) -> None:
+    seen, rings = [], 0
+    for tick in range(400):  # half a millisecond each; an answer every six, now and then alone, a look every two
+        if tick % 12 == 0:
+            pipes.loop.more = tick % 48 != 24
+            pipes.report()
+        pipes.flush()
+        if tick % 4 == 3:
+            seen += pipes.fetch()
+            rings += pipes.rings()
+        pipes.clock.advance(_HOLD_LOADS_S / 2)
+    assert rings <= 1
+    assert seen == list(range(1, 35))
+
+
+def test_an_engine_that_looks_by_itself_no_more_is_rung_for_late_only_once(pipes: Pipes) -> None:
+    for _ in range(3):
+        pipes.report()
+        pipes.clock.advance(pipes.flush())
+        pipes.flush()
+        assert pipes.fetch()
+        pipes.clock.advance(_HOLD_BELL_S)
+        pipes.flush()
+    assert pipes.rings() == 0
+    pipes.loop.more = False
+    waits = []
+    for _ in range(3):
+        pipes.report()
+        waited, rest = 0.0, pipes.flush()
+        while not pipes.rings():
+            waited += rest
+            pipes.clock.advance(rest)
+            rest = pipes.flush()
+        waits.append(waited)
+        assert pipes.fetch()
+    assert waits == pytest.approx([_HOLD_BELL_S, 0.0, 0.0])
+
+
 def test_an_engine_that_does_not_come_is_rung_for_once_until_it_does(pipes: Pipes) -> None:
     for _ in range(1000):
         pipes.report()

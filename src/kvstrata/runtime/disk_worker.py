@@ -82,8 +82,9 @@ class _Reporter:
 class _Outbox:
     """Answers of the loop: one goes at once if no other of its kind is on the way, else with those in a moment.
 
-    The bell is rung at once for the former. For the latter there is time for the engine to look by itself, as a busy
-    one does; only what it does not fetch is rung for, and once, however much follows before it comes.
+    The bell is rung at once for the former, and after a moment for the latter. An engine that came by itself last time,
+    as a busy one does, has longer to do so again; only what it does not fetch is rung for, and once, however much
+    follows before it comes.
     """
 
     def __init__(self, pipe: CountedPipe, bell: int, clock: Clock) -> None:
@@ -96,7 +97,7 @@ class _Outbox:
         self._due = 0.0
         self._hold = _HOLD_LOADS_S
         self._ring_at: float | None = None  # None: nothing is there to be rung for
-        self._comes = False  # whether the engine came by itself last time
+        self._rung = True  # whether the bell was rung for what lies there, or was fetched last
 
     def report(self, done: Done, load: bool) -> None:
         """Called by the loop."""
@@ -116,27 +117,26 @@ class _Outbox:
         if self._held:
             alone = at_once or not all(loop.follow(load=load) for load in self._kinds)
             if alone or now >= min(self._due, self._ring_at or self._due):
-                self._send(now, alone)
+                self._send(now, alone, at_once)
         if self._ring_at is not None and now >= self._ring_at:
             self._ring_at = None
             if self._unfetched():
                 ring(self._bell)
+                self._rung = True
         next_at = [at for at in (self._due if self._held else None, self._ring_at) if at is not None]
         return max(min(next_at) - now, 0.0) if next_at else _LOOK_FOR_PARENT_S
 
-    def _send(self, now: float, alone: bool) -> None:
+    def _send(self, now: float, alone: bool, urgent: bool) -> None:
         message = frame(self._encoder.encode(Answers(self._held)))
         self._pipe.send(message)
         self._held = []
         self._kinds.clear()
         # Looked at after it is sent: if older ones still lie there, whoever fetches those fetches these too.
-        fetched = self._unfetched() <= len(message)
-        if fetched:
-            self._comes = self._ring_at is not None  # no ring was needed
-        if alone:
+        if self._unfetched() <= len(message):
+            comes, self._rung = not self._rung, False
+            self._ring_at = now + (_HOLD_BELL_S if comes else 0.0 if alone else self._hold)
+        if urgent:
             self._ring_at = now
-        elif fetched:
-            self._ring_at = now + (_HOLD_BELL_S if self._comes else self._hold)
 
     def _unfetched(self) -> int:
         """Bytes of answers that lie in the pipe."""
