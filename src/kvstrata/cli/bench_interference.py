@@ -21,22 +21,26 @@ def bench_interference(
     chunk: Annotated[str, typer.Option(help="Bytes of one chunk.")] = "256KiB",
     volume: Annotated[str, typer.Option(help="Bytes that are read again and again.")] = "256MiB",
     rounds: Annotated[
-        int, typer.Option(help="Rounds of four phases: full rate, and work without, with, without loads.")
-    ] = 60,
-    seconds: Annotated[float, typer.Option(help="Length of one phase.")] = 0.2,
+        int,
+        typer.Option(
+            help="Rounds of four phases: full rate, and work without, with, without loads. Threads: a quarter."
+        ),
+    ] = 240,
+    seconds: Annotated[float, typer.Option(help="Length of one phase.")] = 0.1,
     pin: Annotated[bool, typer.Option(help="Give the engine's thread and the I/O process cores of their own.")] = True,
 ) -> None:
     """Slow-down of a busy pure-Python thread while the disk tier loads, with its I/O in a process and in threads."""
     sizes = parse_bytes(chunk), parse_bytes(volume)
     if seconds <= 0 or sizes[1] < 4 * sizes[0]:
         raise ConfigError("--seconds must be above 0, and --volume hold at least four chunks")
+    most = positive("--rounds", str(rounds))
     place.mkdir(parents=True, exist_ok=True)
     rows = [
         measure(
             place,
             volume=sizes[1],
             chunk=sizes[0],
-            rounds=positive("--rounds", str(rounds)),
+            rounds=most if io_process else -(-most // 4),
             seconds=seconds,
             io_process=io_process,
             pin=pin,
