@@ -193,6 +193,52 @@ def test_of_calls_that_end_all_at_once_the_first_is_followed_before_the_others_a
     assert [count for count in handed_over if count] == [1, 1]
 
 
+def test_of_many_calls_that_end_all_at_once_few_are_looked_at_between_two_that_are_handed_over() -> None:
+    rig = Rig(width=16)
+    rig.store(0)
+    for number in range(96):
+        rig.loop.push(rig.read(10 + number, size=32_768))
+    rig.turn()
+    assert len(rig.queue.at_disk) == 32
+    handed_over: list[int] = []
+    submit = rig.queue.submit
+
+    def note() -> None:
+        handed_over.append(len(rig.queue.pushed))
+        submit()
+
+    rig.queue.submit = note  # type: ignore[method-assign]
+    for _ in range(32):
+        rig.queue.end()
+    rig.loop.turn()
+    assert [count for count in handed_over if count] == [1, 2, 4, 8, 8, 8, 1]
+    rig.queue.submit = submit  # type: ignore[method-assign]
+    rig.finish()
+    assert len(rig.answers) == 96
+
+
+def test_the_first_call_for_an_idle_disk_goes_alone_and_others_together() -> None:
+    rig = Rig(width=16)
+    rig.store(0)
+    handed_over: list[int] = []
+    submit = rig.queue.submit
+
+    def note() -> None:
+        handed_over.append(len(rig.queue.pushed))
+        submit()
+
+    rig.queue.submit = note  # type: ignore[method-assign]
+    for number in range(16):
+        rig.loop.push(rig.read(10 + number))
+    rig.loop.turn()
+    assert [count for count in handed_over if count] == [1, 7, 8]
+    for number in range(16, 20):
+        rig.loop.push(rig.read(10 + number, size=32_768))
+    handed_over.clear()
+    rig.loop.turn()
+    assert [count for count in handed_over if count] == [4]
+
+
 @pytest.mark.parametrize("bad", ["digest", "short", "error"])
 def test_a_load_that_is_not_as_it_should_be_says_why(bad: str) -> None:
     rig = Rig()

@@ -1,7 +1,7 @@
 """`kvstrata bench disk`: the disk tier beside a raw file in one run, alternating, as ratios.
 
 Raw is `bench/raw_disk.py`, a script of its own: a preallocated, once-written file, direct I/O, calls of
-max(1 MiB, chunk), the best of 2, 8 and 16 threads. The tier stores fresh chunks into segments that were written
+max(1 MiB, chunk), the best of 2, 8, 16 and 64 threads. The tier stores fresh chunks into segments that were written
 before, and loads count only bytes that were verified and lie in primary. Where fio is installed raw must agree with
 it, and where vLLM is, its file-system tier is measured beside.
 """
@@ -34,7 +34,7 @@ from kvstrata.tiers.disk import DiskTier
 from kvstrata.types import FailCause, JobEnded, KeysDone, OffloadKey, TierJob, make_key
 
 _UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_THREADS = (2, 8, 16)
+_THREADS = (2, 8, 16, 64)
 _THREADS_RANDOM = (*_THREADS, 32)
 """The tier has up to 32 small loads at the disk."""
 _JOB_CHUNKS = 64

@@ -45,10 +45,9 @@ _SPARE_CALLS = 8
 class _Reporter:
     """Sends answers; those that come together go as one message."""
 
-    def __init__(self, pipe: CountedPipe, bell: int, width: int) -> None:
+    def __init__(self, pipe: CountedPipe, bell: int) -> None:
         self._pipe = pipe
         self._bell = bell
-        self._width = width
         self._waiting: deque[Done] = deque()
         self._turn: deque[int] = deque([0])  # whoever holds it sends; `popleft` and `append` are atomic
         self._encoder = msgspec.msgpack.Encoder()
@@ -57,7 +56,7 @@ class _Reporter:
     def report(self, done: Done) -> None:
         """Called by the threads that run tasks."""
         self._waiting.append(done)
-        if len(self._waiting) < _TOGETHER and self.lanes is not None and self.lanes.reads_waiting >= self._width:
+        if len(self._waiting) < _TOGETHER and self.lanes is not None and self.lanes.reads_waiting >= self.lanes.width:
             return  # more answers come in a moment: a message for each would cost more than the loads do
         self.flush()
 
@@ -228,7 +227,7 @@ def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe, 
 
 def _serve_by_threads(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe) -> None:
     executor = ThreadExecutor("disk-io", threads=spec.width)
-    reporter = _Reporter(answers, spec.bell, spec.width)
+    reporter = _Reporter(answers, spec.bell)
     lanes = Lanes(workshop.run, executor, reporter.report, width=spec.width, write_depth=spec.write_depth, burst=_BURST)
     reporter.lanes = lanes
     inbox = _Inbox(spec, lanes)

@@ -22,9 +22,12 @@ from kvstrata.tiers.disk.tasks import Done, Load, Prepare, Sync, Task
 from kvstrata.tiers.disk.work import UNIT_BYTES
 from kvstrata.types import FailCause
 
+MOST_THREADS = 16
+"""More would only wait for each other."""
+
 
 class Lanes:
-    """Runs tasks on an executor, at most `width` at once, at most `write_depth` of them writes."""
+    """Runs tasks on an executor, at most `width` and `MOST_THREADS` at once, at most `write_depth` of them writes."""
 
     def __init__(
         self,
@@ -43,9 +46,10 @@ class Lanes:
         self._urgent: deque[Task] = deque()
         self._reads: deque[Task] = deque()
         self._writes: deque[Task] = deque()
-        self._idle: deque[int] = deque(range(width))
+        self.width = min(width, MOST_THREADS)
+        self._idle: deque[int] = deque(range(self.width))
         self._first: deque[int] = deque([0])
-        self._rest: deque[int] = deque(range(1, write_depth))
+        self._rest: deque[int] = deque(range(1, min(write_depth, self.width)))
         self._shut: deque[int] = deque()
         self._reading: deque[int] = deque()
         self._forgotten: set[int] = set()

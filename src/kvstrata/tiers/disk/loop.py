@@ -30,7 +30,8 @@ _GROW_BYTES = 1 << 20
 _WORK_BYTES = 1 << 19
 """So many bytes are checked between two looks at what has ended and what has come."""
 _READY_BYTES = 16 << 20
-"""Stores are made ready ahead of their turn up to this much, so that the disk never waits for their digests."""
+"""Stores are made ready ahead of their turn up to this much, or as much as may be at the disk if that is more: it never
+waits for their digests, and what was read for them has left the caches again when it is written."""
 _TOGETHER = 8
 """Calls that are handed over at once, unless the disk has nothing to do: then the first goes alone."""
 
@@ -108,6 +109,7 @@ class IoLoop:
         self._reads = _Lane()
         self._writes = _Lane()
         self._allowed = write_depth
+        self._most_ready = max(_READY_BYTES, write_depth * UNIT_BYTES)
         self._stored = 0  # bytes since a store call more was allowed
         self._pieces: dict[int, tuple[_Flight, int, int]] = {}
         self._next_tag = 0
@@ -151,12 +153,7 @@ class IoLoop:
 
     def turn(self) -> bool:
         """Keep the disk busy, then let some tasks go on; whether there is more to do at once. Does not wait."""
-        ended = self._queue.take()
-        for number, (tag, result) in enumerate(ended):
-            self._note(tag, result)
-            if not number:  # calls may end all at once: the disk gets one before the others are looked at
-                self._hand_over()
-        self._hand_over()
+        self._take()
         if not self._due:
             return self._begin(self._reads) or self._begin(self._writes)
         work = 0
@@ -167,6 +164,20 @@ class IoLoop:
         return True
 
     # calls that end
+
+    def _take(self) -> None:
+        """Look at the calls that have ended, and hand over others in their place.
+
+        Calls may end all at once: the disk gets one before the second is looked at, and goes on to get more meanwhile.
+        """
+        ended, at, step = self._queue.take(), 0, 1
+        while at < len(ended):
+            for tag, result in ended[at : at + step]:
+                self._note(tag, result)
+            at, step = at + step, min(2 * step, _TOGETHER)
+            self._hand_over()
+        if not ended:
+            self._hand_over()
 
     def _note(self, tag: int, result: int) -> None:
         flight, begin, size = self._pieces.pop(tag)
@@ -262,7 +273,7 @@ class IoLoop:
             self._queue.submit()
 
     def _submit(self, lane: _Lane, depth: int, piece: int) -> bool:
-        moved = 0
+        moved, idle = 0, not self._pieces
         load = lane is self._reads
         while lane.open or (load and self._begin(lane)):
             if not lane.open:  # it ended before it made a call
@@ -277,9 +288,10 @@ class IoLoop:
             lane.ready -= size
             if flight.begun >= flight.call.size:
                 lane.open.popleft()
-            if not moved % _TOGETHER:
-                self._queue.submit()
             moved += 1
+            if idle or not moved % _TOGETHER:
+                self._queue.submit()
+                idle = False
         return moved > 0
 
     def _push(self, flight: _Flight, begin: int, size: int) -> None:
@@ -290,7 +302,7 @@ class IoLoop:
         self._queue.push(self._next_tag, flight.call, begin, size)
 
     def _begin(self, lane: _Lane) -> bool:
-        if not lane.waiting or lane.ready >= _READY_BYTES:
+        if not lane.waiting or lane.ready >= self._most_ready:
             return False
         task = lane.waiting[0]
         fresh = isinstance(task, WriteBatch) and task.fresh

@@ -85,11 +85,11 @@ class DiskTier:
     `limit`: bytes that all files together may take, None for no limit. `segment_bytes`: size of a segment file; by
     default what the directory has already, else a 32nd of the limit, and room for `largest_chunk` in any case.
     `min_free`: bytes that stay free on the device; no segment is created below. `io_process`: None uses a process of
-    its own if primary is a shared region, else threads of the context's executor. `width`: calls in flight;
-    `write_depth`: how many of them may be stores while no load waits. `call_queue`: the I/O process, and the scan of an
-    opening, keep their calls in the kernel's queue where there is one, else in threads. `hot_share`: how much of a
-    reclaimed segment is written again at most. `verify=False` is for tests only: it switches off the check of payload
-    digests, to show that damage would be seen without it.
+    its own if primary is a shared region, else threads of the context's executor. `width`: calls in flight, at most 16
+    where each takes a thread; `write_depth`: how many of them may be stores while no load waits. `call_queue`: the I/O
+    process, and the scan of an opening, keep their calls in the kernel's queue where there is one, else in threads.
+    `hot_share`: how much of a reclaimed segment is written again at most. `verify=False` is for tests only: it switches
+    off the check of payload digests, to show that damage would be seen without it.
     """
 
     medium = Medium.NVME
@@ -107,8 +107,8 @@ class DiskTier:
         min_free: int = 0,
         io_process: bool | None = None,
         pin_cpus: Sequence[int] = (),
-        width: int = 16,
-        write_depth: int = 16,
+        width: int = 64,
+        write_depth: int = 64,
         queue_bytes: int = 512 << 20,
         hot_share: float = 0.5,
         checkpoint_segments: int = 16,
