@@ -98,6 +98,18 @@ def test_the_first_of_many_waits_for_others_and_then_for_the_engine(pipes: Pipes
     assert (pipes.fetch(), pipes.rings()) == ([1, 2, 3], 1)
 
 
+def test_the_answer_of_the_last_load_does_not_wait_for_other_work(pipes: Pipes) -> None:
+    loop = pipes.loop
+    assert not pipes.outbox.pressing(loop)  # type: ignore[arg-type]
+    pipes.outbox.report(Done(1), False)
+    loop.more = False
+    assert not pipes.outbox.pressing(loop)  # type: ignore[arg-type]
+    pipes.report()
+    assert pipes.outbox.pressing(loop)  # type: ignore[arg-type]
+    loop.more = True
+    assert not pipes.outbox.pressing(loop)  # type: ignore[arg-type]
+
+
 def test_an_engine_that_looks_by_itself_is_not_rung_for(pipes: Pipes) -> None:
     seen, rings = [], 0
     for tick in range(1000):  # a quarter of a millisecond each; the engine looks every two and a half

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -68,11 +69,17 @@ class Rig:
         self.queue = ScriptedQueue(self.files)
         self.answers: list[Done] = []
         self.aside: list[Task] = []
+        self.runs: list[Callable[[], Done]] = []
         workshop = Workshop(self.files, directory, self.region, direct=False, alone=True)
         self.loop = IoLoop(
-            workshop, self.queue, lambda done, load: self.answers.append(done), self.aside.append,
+            workshop, self.queue, lambda done, load: self.answers.append(done),
+            self.put_aside,
             width=width, write_depth=write_depth,
         )  # fmt: skip
+
+    def put_aside(self, task: Task, run: Callable[[], Done]) -> None:
+        self.aside.append(task)
+        self.runs.append(run)
 
     def turn(self) -> None:
         while self.loop.turn():
@@ -413,6 +420,88 @@ def test_batches_for_a_new_file_go_aside_and_count_for_the_depth() -> None:
     assert [(done.task_id, done.cause) for done in rig.answers][-1] == (3, FailCause.CANCELLED)
     assert {done.task_id for done in rig.answers} == {0, 1, 2, 3, 9, 10}
     assert not rig.loop.busy
+
+
+def quarters(number: int, *, fresh: bool = False) -> WriteBatch:
+    """A store of four chunks whose digests are made one after the other."""
+    size = MIB // 4
+    return WriteBatch(
+        number, 0, bytes(16), 1, 4096, MIB + 4096, int(BatchKind.RECORDS), bytes(16), 1, 0, bytes(range(144)), [],
+        [size], [at * size for at in range(4)], b"", True, fresh,
+    )  # fmt: skip
+
+
+def test_a_load_that_comes_while_digests_are_made_does_not_wait_for_all_of_them() -> None:
+    rig = Rig()
+    rig.store(0)
+    rig.loop.push(rig.read(10))
+    rig.finish()
+    rig.loop.push(quarters(1))
+    assert rig.loop.turn()
+    rig.loop.push(rig.read(11))
+    assert rig.loop.turn()
+    assert rig.kinds() == [False]
+    assert rig.loop.busy
+    rig.finish()
+    assert [done.task_id for done in rig.answers] == [10, 11, 1]
+    assert rig.answers[-1].digests == b"".join(
+        payload_digest(rig.region[at : at + MIB // 4]) for at in range(0, MIB, MIB // 4)
+    )
+    assert not rig.loop.busy
+
+
+def test_without_loads_digests_are_made_in_one_go() -> None:
+    rig = Rig()
+    rig.loop.push(quarters(1))
+    assert rig.loop.turn()
+    rig.loop.turn()
+    assert rig.kinds() == [True]
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_batch_for_a_new_file_has_its_digests_and_is_written_in_short_calls_while_loads_are_about(
+    load: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig()
+    if load:
+        rig.store(0)
+        rig.loop.push(rig.read(10))
+        rig.finish()
+    rig.loop.push(quarters(1, fresh=True))
+    rig.turn()
+    sizes: list[int] = []
+    write = rig.files.pwritev
+
+    def noted(handle: int, buffers: Sequence[memoryview], offset: int) -> int:
+        sizes.append(sum(map(len, buffers)))
+        return write(handle, buffers, offset)
+
+    def hashed(*_: object) -> bytes:
+        raise AssertionError("hashed beside the loop, which then waits for the interpreter")
+
+    monkeypatch.setattr(rig.files, "pwritev", noted)
+    monkeypatch.setattr(rig.loop._workshop, "_digest", hashed)
+    (run,) = rig.runs
+    done = run()
+    assert (done.cause, len(done.digests)) == ("", 64)
+    assert max(sizes) == (MIB // 2 if load else MIB + 4096)
+    assert sum(sizes) == MIB + 4096
+
+
+def test_a_batch_for_a_new_file_waits_for_its_turn_with_its_digests_made() -> None:
+    rig = Rig(write_depth=2)
+    rig.store(0)
+    rig.loop.push(rig.read(10))
+    rig.finish()
+    rig.loop.push(quarters(1, fresh=True))
+    rig.loop.turn()
+    rig.loop._writes.out += 1  # the place that was free is taken meanwhile
+    rig.turn()
+    assert rig.aside == []
+    assert rig.loop.busy
+    rig.loop._writes.out -= 1
+    rig.turn()
+    assert [task.task_id for task in rig.aside] == [1]
 
 
 def test_a_task_that_cannot_begin_is_answered() -> None:

@@ -13,6 +13,7 @@ import select
 import sys
 import termios
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -97,6 +98,10 @@ class _Outbox:
         self._hold = _HOLD_LOADS_S
         self._ring_at: float | None = None  # None: nothing is there to be rung for
         self._rung = True  # whether the bell was rung for what lies there, or was fetched last
+
+    def pressing(self, loop: IoLoop) -> bool:
+        """Whether the answer of a load waits that no other follows: it goes before the next piece of work."""
+        return True in self._kinds and not loop.follow(load=True)
 
     def report(self, done: Done, load: bool) -> None:
         """Called by the loop."""
@@ -191,9 +196,9 @@ def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe, 
     # Those that write for the first time are many; nothing that others wait for may stand behind them.
     upkeep, first_writes = ThreadExecutor("disk-io", threads=_BESIDE), ThreadExecutor("disk-fill", threads=_FILLERS)
 
-    def aside(task: Task) -> None:
+    def aside(task: Task, run: Callable[[], Done]) -> None:
         def body() -> None:
-            finished.append(workshop.run(task))
+            finished.append(run())
             os.eventfd_write(queue.handle, 1)
 
         (first_writes if isinstance(task, WriteBatch) else upkeep).submit(body)
@@ -216,7 +221,7 @@ def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe, 
             done = finished.popleft()
             urgent |= not loop.ended_aside(done)
         more = loop.turn()
-        if not more or urgent:
+        if not more or urgent or outbox.pressing(loop):
             rest = outbox.flush(loop, at_once=urgent)
         now = clock.monotonic()
         if now >= look_at:

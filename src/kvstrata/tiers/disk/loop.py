@@ -6,11 +6,15 @@ write depth. So of loads that come one by one the next does not find the disk fu
 
 What waits for the device goes aside: segments are prepared and made durable there, and batches written for the first
 time, for which the file system has to mark their blocks as written. They count for the write depth as others do.
+
+Digests for stores are made here, those of batches that go aside included: whoever makes them keeps the interpreter for
+as long, and this thread looks in between for loads that have come.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,6 +28,8 @@ from kvstrata.types import FailCause
 _PIECE_BYTES = UNIT_BYTES + BLOCK
 _SMALL_BYTES = 1 << 18
 """Most bytes of one store call while loads are about."""
+_FRESH_BYTES = 1 << 19
+"""The same where the file is new: each call waits for the file system."""
 _FEW_BYTES = 1 << 16
 """Of loads up to this size twice as many may be at the disk: their calls end in bursts."""
 _GROW_BYTES = 1 << 20
@@ -73,18 +79,30 @@ class _Cut:
 
 
 @dataclass(slots=True, eq=False)
+class _Making:
+    """A task that works for its first call, or has it."""
+
+    task: Task
+    steps: Steps
+    call: Call | None = None
+
+
+@dataclass(slots=True, eq=False)
 class _Lane:
-    """Loads, or stores: tasks that have not begun, calls that are not handed over, their bytes, calls at the disk."""
+    """Loads, or stores: tasks that have not begun, the one that is beginning, calls that are not handed over, their
+    bytes, calls at the disk.
+    """
 
     waiting: deque[Task] = field(default_factory=deque)
+    making: _Making | None = None
     open: deque[_Flight] = field(default_factory=deque)
     ready: int = 0
     out: int = 0
 
 
 class IoLoop:
-    """Runs tasks over a queue of calls. `report` is given each answer and whether it is that of a load; `aside` has
-    tasks that wait for the device run elsewhere.
+    """Runs tasks over a queue of calls. `report` is given each answer and whether it is that of a load; `aside` gets
+    tasks that wait for the device, each with what runs it, to be called elsewhere.
 
     At most `width` loads (small ones: twice as many) and `write_depth` stores are at the disk at once. One thread calls
     everything.
@@ -95,7 +113,7 @@ class IoLoop:
         workshop: Workshop,
         queue: CallQueue,
         report: Callable[[Done, bool], None],
-        aside: Callable[[Task], None],
+        aside: Callable[[Task, Callable[[], Done]], None],
         *,
         width: int,
         write_depth: int,
@@ -126,7 +144,9 @@ class IoLoop:
     def follow(self, *, load: bool) -> bool:
         """Whether loads, or stores, are still under way, so that more answers of that kind follow soon."""
         lane = self._reads if load else self._writes
-        return bool(lane.out or lane.waiting or lane.open) or any(flight.lane is lane for flight in self._due)
+        return bool(lane.out or lane.waiting or lane.open or lane.making) or any(
+            flight.lane is lane for flight in self._due
+        )
 
     def push(self, task: Task) -> None:
         """Queue a task; `turn` must follow."""
@@ -134,7 +154,7 @@ class IoLoop:
             self._push_load(task)
             self._allowed, self._stored = 1, 0
         elif isinstance(task, Prepare | Sync | SelfTest):
-            self._aside(task)
+            self._aside(task, functools.partial(self._workshop.run, task))
         else:
             self._writes.waiting.append(task)
 
@@ -237,11 +257,13 @@ class IoLoop:
             steps = flight.steps = self._workshop.steps(task)
             next(steps)  # the call that was made
         try:
-            flight.call = steps.send(flight.got) if error is None else steps.throw(error)
+            call = steps.send(flight.got) if error is None else steps.throw(error)
+            while call is None:
+                call = next(steps)
         except StopIteration as end:
             self._ended(flight.task, end.value)
             return
-        flight.begun = flight.got = 0
+        flight.call, flight.begun, flight.got = call, 0, 0
         self._open(flight)
 
     def _is_right(self, flight: _Flight, task: ReadUnit, error: OSError | None) -> bool:
@@ -302,32 +324,58 @@ class IoLoop:
         self._queue.push(self._next_tag, flight.call, begin, size)
 
     def _begin(self, lane: _Lane) -> bool:
+        """Begin a task, or go on with one that is beginning; whether there was something to do."""
+        if lane.making is not None:
+            return self._make(lane, lane.making)
         if not lane.waiting or lane.ready >= self._most_ready:
             return False
         task = lane.waiting[0]
-        fresh = isinstance(task, WriteBatch) and task.fresh
-        if fresh and (lane.open or lane.out >= self._depth):
+        if _is_fresh(task) and (lane.open or lane.out >= self._depth):
             return False
         lane.waiting.popleft()
         if task.task_id in self._forgotten:
             self._ended(task, Done(task.task_id, FailCause.CANCELLED))
             return True
-        if isinstance(task, WriteBatch) and fresh:
-            self._beside[task.task_id] = task.span
-            lane.out += 1
-            self._aside(task)
-            return True
         call = self._workshop.plain(task) if isinstance(task, ReadUnit) else None
         if call is not None:
             self._open(_Flight(task, None, lane, call))
             return True
-        steps = self._workshop.steps(task)
+        lane.making = _Making(task, self._workshop.steps(task))
+        return self._make(lane, lane.making)
+
+    def _make(self, lane: _Lane, making: _Making) -> bool:
+        task = making.task
         try:
-            self._open(_Flight(task, steps, lane, next(steps)))
+            while making.call is None:
+                making.call = next(making.steps)
+                if making.call is None and self._careful:
+                    return True  # a load may have come
         except StopIteration as end:
+            lane.making = None
             self._ended(task, end.value)
+            return True
+        if not _is_fresh(task):
+            lane.making = None
+            self._open(_Flight(task, making.steps, lane, making.call))
+            return True
+        if lane.out >= self._depth:
+            return False
+        lane.making = None
+        lane.out += 1
+        self._beside[task.task_id] = making.call.size
+        piece = _FRESH_BYTES if self._careful else _PIECE_BYTES
+        self._aside(task, functools.partial(self._workshop.finish, task, making.steps, making.call, piece))
         return True
+
+    @property
+    def _careful(self) -> bool:
+        """Whether loads are about, or were a moment ago."""
+        return self._allowed < self._write_depth or self.follow(load=True)
 
     def _open(self, flight: _Flight) -> None:
         flight.lane.open.append(flight)
         flight.lane.ready += flight.call.size
+
+
+def _is_fresh(task: Task) -> bool:
+    return isinstance(task, WriteBatch) and task.fresh

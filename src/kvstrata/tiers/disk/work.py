@@ -46,8 +46,12 @@ SCRATCH_NAME = "selftest.tmp"
 NOT_THERE = "not_there"
 """Said of a segment that could not be created: no file of it is left."""
 
-Steps: TypeAlias = Generator[Call, int, Done]
-"""A task under way: yields its calls, is answered with the bytes of each, returns its answer."""
+_PIECE_BYTES = 1 << 18
+"""So many bytes of a store are hashed between two moments in which others may go first."""
+
+Steps: TypeAlias = Generator[Call | None, int, Done]
+"""A task under way: yields its calls, is answered with the bytes of each, returns its answer. Where it yields None, it
+has worked for some time, and others may go first."""
 
 Failures: TypeAlias = list[tuple[int, str]]
 _Read: TypeAlias = Callable[[ReadUnit, int, int], Generator[Call, int, Failures]]
@@ -78,16 +82,18 @@ class Workshop:
 
     def run(self, task: Task) -> Done:
         """Do it; whatever goes wrong is in the answer."""
-        steps = self.steps(task)
+        return self.finish(task, self.steps(task), None, UNIT_BYTES + BLOCK)
+
+    def finish(self, task: Task, steps: Steps, call: Call | None, piece: int) -> Done:
+        """Do the rest of a task in calls of at most `piece` bytes. `call`: what it yielded last; None before that."""
         try:
-            call = next(steps)
             while True:
                 try:
-                    got = perform(self._files, call, UNIT_BYTES + BLOCK)
+                    got = 0 if call is None else perform(self._files, call, piece)
                 except OSError as error:
                     call = steps.throw(error)
                 else:
-                    call = steps.send(got)
+                    call = next(steps) if call is None else steps.send(got)
         except StopIteration as end:
             done: Done = end.value
             return done
@@ -140,7 +146,7 @@ class Workshop:
         digests = task.digests
         places, lengths = task.layout()
         if not digests and task.kind == BatchKind.RECORDS:
-            digests = self._digests(task.memory, lengths)
+            digests = yield from self._digests_in_pieces(task.memory, lengths)
         header = _header_block(task, digests, places, lengths)
         if task.kind == BatchKind.RECORDS and not task.straight:
             memory = self._assemble(task, header)
@@ -158,6 +164,14 @@ class Workshop:
     def _digests(self, memory: list[int], lengths: list[int]) -> bytes:
         region, digest = self._region, self._digest
         return b"".join([digest(region[at : at + size]) for at, size in zip(memory, lengths, strict=True)])
+
+    def _digests_in_pieces(self, memory: list[int], lengths: list[int]) -> Generator[None, int, bytes]:
+        count = max(_PIECE_BYTES // max(lengths, default=1), 1)
+        made = self._digests(memory[:count], lengths[:count])
+        for at in range(count, max(len(memory), len(lengths)), count):
+            yield None
+            made += self._digests(memory[at : at + count], lengths[at : at + count])
+        return made
 
     def _assemble(self, task: WriteBatch, header: bytes) -> Memory:
         memory = aligned_memory(task.span)
