@@ -123,17 +123,17 @@ class Desk:
         self.leaving = False
         """The directory is being left: nothing new is begun."""
         self.ops: dict[int, Operation] = {}
-        self._next_task = 1
+        self.tasks_made = 0
+        self.loads_answered = 0
         self._tick = acquired.stamp + 1
         self._written: list[Written] = []
         self._written_count = 0
 
     def new_task(self, op: Operation) -> int:
         """The id of a task whose answer goes to `op`."""
-        task_id = self._next_task
-        self._next_task += 1
-        self.ops[task_id] = op
-        return task_id
+        self.tasks_made += 1
+        self.ops[self.tasks_made] = op
+        return self.tasks_made
 
     def next_tick(self) -> int:
         """The stamp of a use that happens now."""

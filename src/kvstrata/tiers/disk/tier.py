@@ -379,6 +379,9 @@ class DiskTier:
         volume.poll()
         glances = int(timeout / _GLANCE_S)
         while not volume.idle:
+            if volume.put_off:
+                volume.poll()
+                continue
             # A checkpoint in the making goes on with every poll, and the workers do not answer for it.
             saving = volume.saving and glances > 0
             glances -= saving

@@ -40,6 +40,14 @@ class Upkeep:
 
     # an empty segment
 
+    @property
+    def due(self) -> bool:
+        """Whether there may be something to do."""
+        space = self._desk.space
+        return self.snapshot is not None or (
+            space.changing is None and (not space.spares or (len(space.spares) < _AHEAD and space.may_create()))
+        )
+
     def want_spare(self) -> bool:
         """Keep one empty segment coming; False if there is none and none can come now."""
         space = self._desk.space

@@ -43,6 +43,9 @@ class Volume:
         self.reads = reads = Reads(desk, writes)
         self.upkeep = upkeep = Upkeep(desk, writes)
         self.intake = Intake(desk, writes, reads, context.wake)
+        self._wake = context.wake
+        self._held: list[tuple[MoveOp | PrepareOp | SyncOp, Done]] = []  # answers that upkeep has not looked at
+        self._put_off = False
         writes.want_spare, writes.sync, reads.left = upkeep.want_spare, upkeep.sync, upkeep.leave
         self._next_ticket = 1
         if acquired.bad:
@@ -58,12 +61,17 @@ class Volume:
     def settled(self) -> bool:
         """Whether everything that was handed over has answered."""
         snapshot = self.upkeep.snapshot
-        return not self.desk.ops and (snapshot is None or not snapshot.running)
+        return not (self.desk.ops or self._held) and (snapshot is None or not snapshot.running)
 
     @property
     def saving(self) -> bool:
         """Whether nothing but a checkpoint is on its way."""
-        return not self.desk.ops and not self.writes.queue and self.upkeep.snapshot is not None
+        return not (self.desk.ops or self._held or self.writes.queue) and self.upkeep.snapshot is not None
+
+    @property
+    def put_off(self) -> bool:
+        """Whether the last poll has left upkeep to the next one."""
+        return self._put_off
 
     # what the tier is asked
 
@@ -173,23 +181,44 @@ class Volume:
     # answers and time
 
     def poll(self) -> bool:
-        """Take the answers of the workers and go on with what waited for them; whether there were any."""
-        answers = self.desk.workers.take()
+        """Take the answers of the workers and go on with what waited for them; whether there was anything to do.
+
+        Upkeep may take a millisecond. It comes when the workers have something to do meanwhile, and an answer to a load
+        goes first: then it is left to the next poll, which is asked for at once, but never twice in turn.
+        """
+        answers, loaded = self.desk.workers.take(), self.desk.loads_answered
         for done in answers:
             self._answered(done)
         self.desk.workers.advance(self.desk.now())
-        self.upkeep.step_snapshot()
-        self.pump()
-        return bool(answers)
+        was_put_off, self._put_off = self._put_off, False
+        may_wait = self.desk.loads_answered != loaded and not was_put_off and not self.desk.leaving
+        if may_wait and (self._held or self.upkeep.due):
+            self._put_off = True
+            self._hand_over()
+            self._wake()
+        else:
+            self.pump()
+            self.upkeep.step_snapshot()
+        return bool(answers) or was_put_off
 
     def pump(self) -> None:
-        """Take waiting jobs in, place queued batches, keep a spare segment coming, and hand tasks over."""
+        """Take waiting jobs in, place queued batches and hand tasks over; then keep a spare segment coming."""
+        self._hand_over()
+        made = self.desk.tasks_made
+        held, self._held = self._held, []
+        for op, done in held:
+            self._go_on(op, done)
+        if not self.desk.leaving:
+            self.upkeep.want_spare()
+        if held or self.desk.tasks_made != made:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
         self.intake.empty()
         if self.desk.leaving:
             self.writes.fail_all(FailCause.CANCELLED)
             return
         self.writes.place()
-        self.upkeep.want_spare()
         self.desk.workers.start()
 
     def _answered(self, done: Done) -> None:
@@ -201,17 +230,23 @@ class Volume:
             case WriteOp():
                 self.writes.answered(op, done)
             case ReadOp():
+                self.desk.loads_answered += 1
                 self.reads.answered(op, done)
+            case TestOp():
+                op.outcome = f"{done.cause}: {done.detail}" if done.cause else ""
+            case None:
+                return
+            case _:
+                self._held.append((op, done))
+
+    def _go_on(self, op: MoveOp | PrepareOp | SyncOp, done: Done) -> None:
+        match op:
             case MoveOp():
                 self.upkeep.move_answered(op, done)
             case PrepareOp():
                 self.upkeep.prepare_answered(op, done)
             case SyncOp():
                 self.upkeep.sync_answered(op, done)
-            case TestOp():
-                op.outcome = f"{done.cause}: {done.detail}" if done.cause else ""
-            case None:
-                return
 
     # leaving
 
