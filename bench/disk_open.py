@@ -1,10 +1,11 @@
 """How long the disk tier takes to open a directory of many records, and what a record costs in memory.
 
-    disk_open.py DIR [--records 1000000] [--per-batch 64] [--chunk 32768] [--uneven]
+    disk_open.py DIR [--records 1000000] [--per-batch 64] [--chunk 32768] [--uneven] [--full]
 
 With `--uneven` the payloads of each batch have another size, from 4 KiB to twice the chunk. Header blocks are real,
-payloads are holes of sparse files. Prints one JSON object. Every opening is a process of its own; with write access to
-the kernel's cache control, caches are dropped before.
+payloads are holes of sparse files: header blocks are then neighbours on the disk, and holes are read without it. With
+`--full` payloads are written, 36 GB where each of a million records has a batch of its own. Prints one JSON object.
+Every opening is a process of its own; with write access to the kernel's cache control, caches are dropped before.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import numpy as np
 SEGMENT = 1 << 30
 
 
-def build(place: str, records: int, per_batch: int, chunk: int, uneven: bool = False) -> None:
+def build(place: str, records: int, per_batch: int, chunk: int, *, uneven: bool = False, full: bool = False) -> None:
     """A directory as a run that was killed would leave it."""
     from kvstrata.tiers.disk.format import BatchKind, Realm, SegmentHeader, make_records, pack_batch, pack_segment
 
     rng = np.random.default_rng(1)
     os.makedirs(place, mode=0o700)
+    payload = memoryview(rng.bytes(per_batch * 2 * chunk if full else 0))
     realm, left, number = Realm(b"bench-namespace!", 1), records, 0
     while left > 0:
         segment_id = rng.bytes(16)
@@ -43,9 +45,10 @@ def build(place: str, records: int, per_batch: int, chunk: int, uneven: bool = F
             places = [start + 4096 + i * length for i in range(count)]
             table = make_records(rng.bytes(36 * count), rng.bytes(16 * count), places, [length] * count)
             block = pack_batch(BatchKind.RECORDS, realm, segment_id, number + 1, start, span, 0, table)
-            os.pwrite(handle, block, start)
+            os.pwritev(handle, [block, payload[: span - len(block)]], start)
             left -= count
             start += span
+        os.fsync(handle)
         os.close(handle)
         number += 1
 
@@ -96,6 +99,7 @@ def main() -> None:
     parser.add_argument("--per-batch", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=32_768)
     parser.add_argument("--uneven", action="store_true")
+    parser.add_argument("--full", action="store_true")
     parser.add_argument("--open", action="store_true")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
@@ -103,11 +107,11 @@ def main() -> None:
         open_once(args.place, args.save)
     shutil.rmtree(args.place, ignore_errors=True)
     try:
-        build(args.place, args.records, args.per_batch, args.chunk, args.uneven)
+        build(args.place, args.records, args.per_batch, args.chunk, uneven=args.uneven, full=args.full)
         scan = [run(args.place) for _ in range(3)]
         run(args.place, "--save")
         clean = [run(args.place) for _ in range(3)]
-        what = {"records": args.records, "per_batch": args.per_batch, "uneven": args.uneven}
+        what = {"records": args.records, "per_batch": args.per_batch, "uneven": args.uneven, "full": args.full}
         print(json.dumps({**what, "header_scan": scan, "clean": clean}))
     finally:
         shutil.rmtree(args.place, ignore_errors=True)

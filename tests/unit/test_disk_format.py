@@ -25,6 +25,7 @@ from kvstrata.tiers.disk.format import (
     align_up,
     checkpoint_bytes,
     find_batches,
+    judge_batch,
     make_records,
     pack_batch,
     pack_checkpoint,
@@ -133,6 +134,35 @@ def test_a_header_block_elsewhere_is_misplaced_and_one_too_long_malformed() -> N
     block = memoryview(golden_batch())
     assert parse_batch(block, SEGMENT_ID, 8192, 1 << 20) is Reject.MISPLACED
     assert parse_batch(block, SEGMENT_ID, 4096, 8192) is Reject.MALFORMED
+
+
+@pytest.mark.parametrize("row", [0, 1, 63])
+@pytest.mark.parametrize(
+    ("begin", "length", "inside"),
+    [
+        (8192, 0, True),
+        (8192, 4096, True),
+        (12_288, 0, True),
+        (8191, 1, False),
+        (4096, 0, False),
+        (8192, 4097, False),
+        (12_288, 1, False),
+        (12_289, 0, False),
+        (8192, (1 << 32) - 1, False),
+        ((1 << 32) - 1, 1, False),
+        (0, 1 << 31, False),
+    ],
+)
+def test_records_have_to_lie_behind_the_block_that_announces_them_and_before_the_next(
+    row: int, begin: int, length: int, inside: bool
+) -> None:
+    places, lengths = [8192] * 64, [4096] * 64
+    places[row], lengths[row] = begin, length
+    table = make_records(bytes(36 * 64), bytes(16 * 64), places, lengths)
+    for kind, good in ((BatchKind.RECORDS, inside), (BatchKind.REMOVE, True)):  # what is removed lies anywhere
+        block = pack_batch(kind, REALM, SEGMENT_ID, 7, 4096, 8192, 0, table)
+        found = judge_batch(memoryview(block), SEGMENT_ID, 4096, 1 << 20)
+        assert found == ((kind, 64, 8192) if good else Reject.MALFORMED)
 
 
 def test_a_namespace_of_zero_bytes_survives() -> None:

@@ -24,8 +24,8 @@ from kvstrata.tiers.disk.format import (
 )
 from kvstrata.tiers.disk.io import Files, SystemFiles
 from kvstrata.tiers.disk.recover import recover
-from kvstrata.tiers.disk.scan import Handles, Scanner, scan_all
-from kvstrata.tiers.disk.trail import READ_AHEAD, SegmentScan
+from kvstrata.tiers.disk.scan import Handles, scan_all
+from kvstrata.tiers.disk.trail import READ_AHEAD, Kept, SegmentScan
 from kvstrata.types import KEY_BYTES
 
 REALM = Realm(b"0123456789abcdef", 5)
@@ -188,11 +188,11 @@ def test_what_a_helper_raises_is_raised_where_it_is_waited_for() -> None:
 
 
 class Watched(SimFiles):
-    """Counts reads, rounds and queues."""
+    """Counts reads of a block, rounds (waiting for answers), hand-overs and queues."""
 
     def __init__(self) -> None:
         super().__init__(SimDisk())
-        self.reads = self.rounds = self.queues = self.open_queues = 0
+        self.reads = self.rounds = self.submits = self.queues = self.open_queues = 0
         self.results: dict[int, int] = {}
         """By number of the read: what it ends with instead."""
 
@@ -221,11 +221,12 @@ class WatchedQueue:
         self._inner.push(tag, call, begin, size)
 
     def submit(self) -> None:
-        self._files.rounds += 1
+        self._files.submits += 1
         self._inner.submit()
 
     def take(self, least: int = 0) -> list[tuple[int, int]]:
         first = self._files.reads
+        self._files.rounds += 1
         ended = self._inner.take(least)
         return [(tag, self._files.results.get(first + n, result)) for n, (tag, result) in enumerate(ended)]
 
@@ -234,13 +235,14 @@ class WatchedQueue:
         self._inner.close()
 
 
-def test_batches_of_one_length_are_read_64_at_a_time() -> None:
+def test_batches_of_one_length_are_read_256_at_a_time() -> None:
     files = Watched()
     handles = opened(files, "/d", [segment(0, EVEN)])
     (scan,) = scan_all(files, handles, starts_of(handles), call_queue=True)
     assert len(scan.batches) == 1000
     assert files.reads == 1000
-    assert files.rounds <= 1000 // READ_AHEAD + 8  # 1, 1, 2, 4 ... 64
+    assert files.rounds <= 1000 // READ_AHEAD + 10  # 1, 1, 1, 2, 4 ... 256
+    assert files.submits <= 2 * files.rounds
     assert (files.queues, files.open_queues) == (1, 0)
 
 
@@ -250,7 +252,22 @@ def test_many_segments_are_read_in_the_same_rounds_whatever_their_batches_are_li
     batches = sum(len(scan.batches) for scan in scan_all(files, handles, starts_of(handles), call_queue=True))
     assert batches == sum(range(137, 201))
     assert files.rounds <= 200
+    assert files.submits <= batches // 8 + files.rounds
     assert files.reads <= batches + READ_AHEAD  # the last ones have room to read ahead
+
+
+def test_without_a_queue_nothing_is_read_in_vain() -> None:
+    files = Watched()
+    handles = opened(files, "/d", [segment(n, [2] * 9 + UNEVEN[:40] + [3] * 9) for n in range(3)])
+    scans = scan_all(files, handles, starts_of(handles), helpers=lambda work: work(), many=2)
+    assert files.reads == sum(len(scan.batches) for scan in scans) == 3 * 58
+
+
+def test_with_a_queue_one_thread_follows_all_files() -> None:
+    files, late = Watched(), Later()
+    handles = opened(files, "/d", damaged())
+    scan_all(files, handles, starts_of(handles), call_queue=True, helpers=late, many=16)
+    assert (len(late.given), files.queues, files.open_queues) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -301,10 +318,10 @@ def test_queues_are_closed_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -
     def strike(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Scanner, "_gather", strike)
+    monkeypatch.setattr(Kept, "add", strike)
     with pytest.raises(MemoryError):
-        scan_all(files, handles, starts_of(handles), call_queue=True, helpers=lambda work: work(), many=3)
-    assert files.queues == 4
+        scan_all(files, handles, starts_of(handles), call_queue=True)
+    assert files.queues == 1
     assert files.open_queues == 0
 
 
@@ -313,7 +330,7 @@ def test_nothing_of_the_kernels_queues_stays_open(tmp_path: Path) -> None:
     handles = opened(files, str(tmp_path / "d"), damaged())
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
-        scan_all(files, handles, starts_of(handles), call_queue=True, helpers=lambda work: work(), many=2)
+        scan_all(files, handles, starts_of(handles), call_queue=True)
     assert len(os.listdir("/proc/self/fd")) == len(before)
     for handle, _, _ in handles.values():
         files.close(handle)

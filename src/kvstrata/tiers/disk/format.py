@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstrata.types import DIGEST_BYTES, I8, I64, KEY_BYTES, Bool
+from kvstrata.types import DIGEST_BYTES, KEY_BYTES
 
 FORMAT_VERSION = 1
 BLOCK = 4096
@@ -40,7 +40,11 @@ _BATCH_MAGIC = b"kvstrBAT"
 _CHECKPOINT_MAGIC = b"kvstrCKP"
 _SEGMENT = struct.Struct("<8sHHI16sQQQQ")
 _BATCH = struct.Struct("<8sHBBHH16sQ16sQQQQ")
+_JUDGED = struct.Struct("<8sHBxH26x16sQQQQ152x16s")
+"""What of `_BATCH` a scan looks at, and the checksum at the end of the head."""
 _CHECKPOINT = struct.Struct("<8sHHIQIIQ16s")
+_PLACE = struct.Struct("<52xII")
+"""Where a record's payload is."""
 _HASH_PIECE = 1 << 16
 _HASH_IN_PIECES = 1 << 19
 _CHECKSUM_AT = HEAD_BYTES - DIGEST_BYTES
@@ -65,7 +69,7 @@ _HEAD_DTYPE = np.dtype(
         "names": list(_HEAD_FIELDS),
         "formats": [form for _, form in _HEAD_FIELDS.values()],
         "offsets": [at for at, _ in _HEAD_FIELDS.values()],
-        "itemsize": BLOCK,
+        "itemsize": HEAD_BYTES,
     }
 )
 """The head of a block, `_BATCH` by names; "realm" is namespace and layout tag."""
@@ -101,11 +105,6 @@ class Reject(enum.StrEnum):
     DIGEST = "digest"  # the payload does not have its digest
 
 
-REJECTS = tuple(Reject)
-GOOD = -1
-"""In arrays of causes: none. A cause is its place in `REJECTS`."""
-
-
 class BatchKind(enum.IntEnum):
     """What a header block announces."""
 
@@ -115,7 +114,8 @@ class BatchKind(enum.IntEnum):
     END = 4  # nothing follows in this segment
 
 
-_KNOWN_KINDS = np.isin(np.arange(256), list(BatchKind))
+_KINDS = frozenset(map(int, BatchKind))
+_RECORDS = int(BatchKind.RECORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,83 +252,46 @@ def parse_batch(block: memoryview, segment_id: bytes, start: int, segment_size: 
     """
     if len(block) < BLOCK:
         return Reject.TRUNCATED
-    blocks = np.frombuffer(block, np.uint8, BLOCK).reshape(1, BLOCK)
-    life = np.frombuffer(segment_id, np.uint8).reshape(1, ID_BYTES)
-    cause = int(judge_batches(blocks, life, np.array([start]), np.array([segment_size]))[0])
-    if cause != GOOD:
-        return REJECTS[cause]
+    found = judge_batch(block, segment_id, start, segment_size)
+    if isinstance(found, Reject):
+        return found
     _, _, kind, _, count, _, namespace, tag, _, _, span, seq, wall_us = _BATCH.unpack_from(block, 0)
     records: Records = np.frombuffer(block, RECORD_DTYPE, count, HEAD_BYTES)
     return Batch(BatchKind(kind), Realm(namespace, tag), segment_id, seq, start, span, wall_us, records)
 
 
-def judge_batches(blocks: Bytes, lives: Bytes, starts: I64, sizes: I64) -> I8:
-    """Whether blocks (n, 4096) are header blocks of the segment lives (n, 16) that they were looked for in.
+def judge_batch(block: memoryview, segment_id: bytes, start: int, size: int) -> tuple[int, int, int] | Reject:
+    """Kind, count of records and span of a header block of this life of a segment, if `block` is one.
 
-    `starts`: where each was found; `sizes`: of its file. Answers `GOOD`, or the cause.
+    `start`: where it was found; `size`: of the file. A scan asks this for every batch, so it makes as little as it can.
     """
-    heads = heads_of(blocks)
-    ours = heads["magic"] == _BATCH_WORD
-    # Of a former life, or copied from another segment: not worth a checksum.
-    alive = (heads["id"] == lives).all(axis=1)
-    whole = _checksums_hold(blocks, ours & alive)
-    reasons = (  # the first that is true counts
-        (~ours, Reject.EMPTY),
-        (~alive, Reject.STALE),
-        (~whole, Reject.CHECKSUM),
-        (heads["version"] != FORMAT_VERSION, Reject.VERSION),
-        (heads["start"] != starts.astype(np.uint64), Reject.MISPLACED),
-        (_impossible(heads, starts, sizes) | _astray(heads, records_of(blocks), starts), Reject.MALFORMED),
-    )
-    causes: I8 = np.full(len(blocks), GOOD, np.int8)
-    for wrong, reject in reversed(reasons):
-        causes[wrong] = REJECTS.index(reject)
-    return causes
+    magic, version, kind, count, life, at, span, seq, wall_us, checksum = _JUDGED.unpack_from(block)
+    if magic != _BATCH_MAGIC:
+        return Reject.EMPTY
+    if life != segment_id:  # of a former life, or copied from another segment: not worth a checksum
+        return Reject.STALE
+    if _checksum(block) != checksum:
+        return Reject.CHECKSUM
+    if version != FORMAT_VERSION:
+        return Reject.VERSION
+    if at != start:
+        return Reject.MISPLACED
+    if count > RECORDS_PER_BATCH or kind not in _KINDS or seq >= MAX_SEQ or wall_us >= MAX_COUNT:
+        return Reject.MALFORMED
+    if span < BLOCK or span % BLOCK or span > size - start:
+        return Reject.MALFORMED
+    if kind == _RECORDS:  # none of them outside of the batch that announces them
+        first, end = start + BLOCK, start + span
+        for begin, length in _PLACE.iter_unpack(block[HEAD_BYTES : HEAD_BYTES + count * RECORD_BYTES]):
+            if begin < first or begin + length > end:
+                return Reject.MALFORMED
+    return kind, count, span
 
 
 def heads_of(blocks: Bytes) -> Heads:
     """The heads of blocks (n, 4096), as a view."""
-    heads: Heads = blocks.view(_HEAD_DTYPE)[:, 0]
+    heads: Heads = blocks[:, :HEAD_BYTES].view(_HEAD_DTYPE)[:, 0]
     return heads
-
-
-def records_of(blocks: Bytes) -> Records:
-    """All places for records of header blocks (n, 4096), as a view (n, 64)."""
-    return blocks[:, HEAD_BYTES:].view(RECORD_DTYPE)
-
-
-def _checksums_hold(blocks: Bytes, which: Bool) -> Bool:
-    holds = np.zeros(len(blocks), np.bool_)
-    rows = which.nonzero()[0]
-    if len(rows):
-        made = b"".join([_checksum(blocks[row].data) for row in rows.tolist()])
-        wanted = blocks[rows, _CHECKSUM_AT:HEAD_BYTES]
-        holds[rows] = (np.frombuffer(made, np.uint8).reshape(-1, DIGEST_BYTES) == wanted).all(axis=1)
-    return holds
-
-
-def _impossible(heads: Heads, starts: I64, sizes: I64) -> Bool:
-    """Whether the numbers of heads cannot be true."""
-    span = heads["span"]
-    room = np.maximum(sizes - starts, 0).astype(np.uint64)
-    impossible: Bool = (heads["count"] > RECORDS_PER_BATCH) | ~_KNOWN_KINDS[heads["kind"]]
-    impossible |= (span < BLOCK) | (span % BLOCK != 0) | (span > room)
-    impossible |= (heads["seq"] >= MAX_SEQ) | (heads["wall_us"] >= np.uint64(MAX_COUNT))
-    return impossible
-
-
-def _astray(heads: Heads, records: Records, starts: I64) -> Bool:
-    """Whether records lie outside of the batch that announces them."""
-    counts = np.where(heads["kind"] == BatchKind.RECORDS, heads["count"], 0)
-    most = min(int(counts.max(initial=0)), RECORDS_PER_BATCH)
-    tables = records[:, :most]
-    begins = tables["offset"].astype(np.int64)
-    ends = begins + tables["length"]
-    first = starts + BLOCK
-    end = starts + heads["span"].astype(np.int64)
-    outside = (begins < first[:, None]) | (ends > end[:, None])
-    astray: Bool = (outside & (np.arange(most) < counts[:, None])).any(axis=1)
-    return astray
 
 
 def find_batches(window: memoryview, segment_id: bytes) -> list[int]:
