@@ -95,6 +95,18 @@ def test_a_tag_that_looks_like_an_empty_or_a_deleted_place(monkeypatch: pytest.M
         assert index.find(words_of(chunk_keys(12, start=50))).tolist() == [-1] * 12
 
 
+def test_keys_of_which_one_comes_twice_are_not_reserved_as_new_ones() -> None:
+    index = Index(16)
+    insert(index, chunk_keys(5))
+    words = words_of([*chunk_keys(40, start=100), chunk_keys(1, start=117)[0]])
+    assert index.reserve_absent(words, 7, hashes_of(words)) is None
+    assert (len(index), index.pending) == (5, 0)
+    rows = index.reserve_absent(words[:40], 7, hashes_of(words[:40]))
+    assert rows is not None
+    assert index.find(words[:40]).tolist() == rows.tolist()
+    assert index.find(words_of(chunk_keys(5))).tolist() == list(range(5))
+
+
 def test_a_key_far_from_its_home_place_is_not_taken_for_a_new_one() -> None:
     index = Index(16)
     near = [key for key in chunk_keys(2000) if int(index._home(hashes_of(words_of([key])))[0]) == 3]

@@ -266,20 +266,25 @@ class Index:
         return self._mark_pending(self._enter(words, lengths, hashes))
 
     def reserve_absent(self, words: Words, lengths: npt.ArrayLike, hashes: U64) -> I64 | None:
-        """`reserve` for keys that differ from each other, but may be there; None, and nothing done, if one seems to be.
+        """`reserve` for any keys; None, and nothing done, if one of them seems to be there or to come twice.
 
         Looking for them and finding places for them is one look at the table.
         """
-        count = len(words)
+        count, ordered = len(words), np.sort(hashes)
+        if _any(ordered[1:] == ordered[:-1]):
+            return None
         self._make_room(count)
         home, table, mask = self._home(hashes), self._table, len(self._table) - 1
-        places = (home[:, None] + _STEPS) & mask
+        places = home[:, None] + _STEPS
+        places &= mask
         found = table.take(places)
-        seems: Bool = ((found ^ (hashes << _HALF)[:, None]) - _ROW_BASE) < np.uint64(self._used)
-        if _any(seems, axis=None):
+        seems = found ^ (hashes << _HALF)[:, None]
+        seems -= _ROW_BASE
+        if _any(seems < np.uint64(self._used), axis=None):
             return None
-        full: Bool = _all(found, axis=1)
-        if self._seem_further_on(home[full].tolist(), hashes[full].tolist()):
+        # Eight places of a key as one number: 0 if none of them is empty.
+        full = np.flatnonzero((found == 0).view(np.uint64).ravel() == 0)
+        if len(full) and self._seem_further_on(home[full].tolist(), hashes[full].tolist()):
             return None
         rows = self._new_rows(words, lengths)
         values = _values(hashes, rows)
@@ -291,7 +296,7 @@ class Index:
         left = table.take(spots) != values  # of those that want the same place the last one has it
         if self._deleted:
             self._deleted -= int((was[~left] == _DELETED).sum())
-        self._place_each(home[left].tolist(), values[left].tolist())
+        self._place_each(spots[left].tolist(), values[left].tolist())  # what lies before its spot is taken
         return self._mark_pending(rows)
 
     def _seem_further_on(self, at: list[int], hashes: list[int]) -> bool:

@@ -83,7 +83,7 @@ def _straight_batches(picks: I64, lengths: I64, largest: int) -> list[BatchPlan]
     sizes = lengths.tolist()
     numbers = picks.tolist()
     if len(set(sizes)) == 1:
-        return even_batches(numbers, sizes[0], room)
+        return _even_batches(numbers, sizes[0], room)
     at = 0
     while at < len(numbers):
         end, total, places = at, 0, []
@@ -101,8 +101,12 @@ def batch_room(segment_bytes: int) -> int:
     return min(max(segment_bytes // 64, BATCH_BYTES), _MOST_BATCH_BYTES)
 
 
-def even_batches(picks: Sequence[int], size: int, room: int) -> list[BatchPlan]:
+def even_batches(picks: Sequence[int], size: int, room: int) -> Sequence[BatchPlan]:
     """Batches of straight slots of one size, of `room` payload bytes at most unless a single one is larger."""
+    return _batches_of_range(picks, size, room) if isinstance(picks, range) else _even_batches(picks, size, room)
+
+
+def _even_batches(picks: Sequence[int], size: int, room: int) -> list[BatchPlan]:
     count = max(1, min(RECORDS_PER_BATCH, room // size))
     places = range(BLOCK, BLOCK + count * size, size)
     plans = []
@@ -110,6 +114,12 @@ def even_batches(picks: Sequence[int], size: int, room: int) -> list[BatchPlan]:
         part = picks[at : at + count]
         plans.append(BatchPlan(part, places[: len(part)], align_up(BLOCK + len(part) * size, BLOCK), True))
     return plans
+
+
+@functools.lru_cache(maxsize=64)
+def _batches_of_range(picks: range, size: int, room: int) -> tuple[BatchPlan, ...]:
+    """Whole jobs are of few kinds, and plans never change: they are made once."""
+    return tuple(_even_batches(picks, size, room))
 
 
 def _packed_batches(picks: list[int], lengths: list[int], largest: int) -> list[BatchPlan]:

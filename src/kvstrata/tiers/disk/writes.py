@@ -97,6 +97,7 @@ class Writes:
         job, desk = state.job, self._desk
         largest = desk.space.sizes.segment_bytes - BLOCK
         size = even_size(job.lengths, job.offsets, desk.address)
+        plans: Sequence[BatchPlan]
         if 0 < size <= largest - BLOCK:
             plans = even_batches(picks, size, min(batch_room(desk.space.sizes.segment_bytes), largest - BLOCK))
         else:
@@ -126,7 +127,7 @@ class Writes:
         first, last = picks[0], picks[-1] + 1
         if last - first == len(picks):  # neighbours of the job, in its order
             own, packed = rows[first:last], packed[first * KEY_BYTES : last * KEY_BYTES]
-            lengths, memory = job.lengths[first:last], list(job.offsets[first:last])
+            lengths, memory = () if size else job.lengths[first:last], list(job.offsets[first:last])
         else:
             own = rows[list(picks)]
             packed = b"".join([job.keys[pick] for pick in picks])
@@ -197,12 +198,13 @@ class Writes:
         """Give queued batches their places and hand them over, as far as there is room."""
         while self.queue:
             op = self.queue[0]
-            segment = self._segment_for(op.span)
+            span = op.span
+            segment = self._segment_for(span)
             if segment is None:
                 if not self.want_spare():
                     self.fail_all(self.space_cause)
                 return
-            if not segment.in_window(op.span):
+            if not segment.in_window(span):
                 return  # an answer is due that makes room in the window
             self.queue.popleft()
             self._write(op, segment)
@@ -292,12 +294,15 @@ class Writes:
             self.fail(job, plan.picks, cause)
         elif op.segment is not None:
             places, digests, picks = plan.places_from(op.start), op.digests or done.digests, plan.picks
-            lengths = op.lengths if len(op.lengths) == len(rows) else op.lengths * len(rows)
+            lengths = op.lengths
             if alive is not None:
-                rows, places, lengths = rows[alive], places[alive], [lengths[place] for place in alive]
+                rows, places = rows[alive], places[alive]
+                lengths = lengths if len(lengths) == 1 else [lengths[place] for place in alive]
                 digests = b"".join([digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in alive])
                 picks = [plan.picks[place] for place in alive]
             payload = sum(lengths) if plan.straight else padded_sum(np.array(lengths, np.int64))
+            if len(lengths) == 1:  # of all
+                payload *= len(rows)
             if len(rows):
                 self._desk.add(Written(rows, digests, op.segment.number, places), payload)
             self._desk.jobs.report(job, picks)
