@@ -126,12 +126,12 @@ def test_an_engine_that_looks_by_itself_is_not_rung_for(pipes: Pipes) -> None:
 
 def test_an_engine_that_looks_by_itself_is_not_rung_for_when_answers_are_few(pipes: Pipes) -> None:
     seen, rings = [], 0
-    for tick in range(400):  # half a millisecond each; an answer every six, now and then alone, a look every two
+    for tick in range(400):  # half a millisecond each; an answer every six, now and then alone, a look every one
         if tick % 12 == 0:
             pipes.loop.more = tick % 48 != 24
             pipes.report()
         pipes.flush()
-        if tick % 4 == 3:
+        if tick % 2 == 1:
             seen += pipes.fetch()
             rings += pipes.rings()
         pipes.clock.advance(_HOLD_LOADS_S / 2)
@@ -159,7 +159,24 @@ def test_an_engine_that_looks_by_itself_no_more_is_rung_for_late_only_once(pipes
             rest = pipes.flush()
         waits.append(waited)
         assert pipes.fetch()
-    assert waits == pytest.approx([_HOLD_BELL_S, 0.0, 0.0])
+    assert waits == pytest.approx([_HOLD_LOADS_S, 0.0, 0.0])
+
+
+def test_a_load_that_somebody_waits_for_is_rung_for_soon_although_answers_before_it_were_not(pipes: Pipes) -> None:
+    for _ in range(2):  # it comes by itself
+        pipes.report()
+        pipes.clock.advance(pipes.flush())
+        pipes.flush()
+        assert pipes.fetch()
+    pipes.report()
+    pipes.clock.advance(pipes.flush())
+    assert pipes.flush() == pytest.approx(_HOLD_BELL_S)
+    pipes.loop.more = False
+    pipes.report()
+    assert pipes.flush() == pytest.approx(_HOLD_LOADS_S)
+    pipes.clock.advance(_HOLD_LOADS_S)
+    pipes.flush()
+    assert (pipes.rings(), len(pipes.fetch())) == (1, 2)
 
 
 def test_an_engine_that_does_not_come_is_rung_for_once_until_it_does(pipes: Pipes) -> None:

@@ -141,6 +141,9 @@ class _Outbox:
             self._ring_at = now + (_HOLD_BELL_S if comes else 0.0 if alone else self._hold)
         if urgent:
             self._ring_at = now
+        elif alone and self._ring_at is not None:
+            # Somebody may wait for just this, although the engine has come by itself until now.
+            self._ring_at = min(self._ring_at, now + self._hold)
 
     def _unfetched(self) -> int:
         """Bytes of answers that lie in the pipe."""
