@@ -131,8 +131,10 @@ class LooseQueue:
     def __init__(self, inner: CallQueue, rng: np.random.Generator) -> None:
         self._inner, self._rng = inner, rng
         self._ended: list[tuple[int, int]] = []
+        self._buffers: dict[int, list[memoryview]] = {}
 
     def push(self, tag: int, call: Call, begin: int, size: int) -> None:
+        self._buffers[tag] = call.buffers(begin, size)
         self._inner.push(tag, call, begin, size)
 
     def submit(self) -> None:
@@ -143,8 +145,12 @@ class LooseQueue:
         self._rng.shuffle(self._ended)
         count = int(self._rng.integers(0, 4))  # a signal came
         now, self._ended = self._ended[:count], self._ended[count:]
-        bad = [-errno.EIO, -errno.EAGAIN, 0, 512]
-        return [(tag, result if self._rng.random() < 0.97 else int(self._rng.choice(bad))) for tag, result in now]
+        return [(tag, result if self._rng.random() < 0.97 else self._spoil(tag)) for tag, result in now]
+
+    def _spoil(self, tag: int) -> int:
+        for buffer in self._buffers[tag]:
+            buffer[:] = bytes(len(buffer))
+        return int(self._rng.choice([-errno.EIO, -errno.EAGAIN, 0, 512]))
 
     def close(self) -> None:
         self._inner.close()
@@ -182,11 +188,12 @@ Ways = list[dict[str, bool | int | Callable[[Callable[[], None]], None]]]
     segments=st.integers(1, 9),
     ahead=st.sampled_from([1, 2, 3, 5, 16, trails.READ_AHEAD]),
     heads=st.sampled_from([1, 7, 4096]),
+    records=st.sampled_from([64, 1 << 14]),
     together=st.sampled_from([1, 3, 8]),
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_every_way_of_reading_finds_what_one_block_at_a_time_finds(
-    seed: int, segments: int, ahead: int, heads: int, together: int
+    seed: int, segments: int, ahead: int, heads: int, records: int, together: int
 ) -> None:
     rng = np.random.default_rng(seed)
     contents = [bytes(Filling(number, rng).content) for number in range(segments)]
@@ -203,7 +210,7 @@ def test_every_way_of_reading_finds_what_one_block_at_a_time_finds(
         patch.setattr(scanning, "READ_AHEAD", ahead)
         patch.setattr(trails, "READ_AHEAD", ahead)
         patch.setattr(trails, "_HEADS", heads)
-        patch.setattr(trails, "_RECORDS", max(heads // 2, 64))
+        patch.setattr(trails, "_RECORDS", records)
         patch.setattr(scanning, "_HAND_OVER", together)
         patch.setattr(scanning, "_WINDOW", BLOCK * int(rng.choice([1, 3, 256])))
         for way in ways:

@@ -165,6 +165,25 @@ def test_records_have_to_lie_behind_the_block_that_announces_them_and_before_the
         assert found == ((kind, 64, 8192) if good else Reject.MALFORMED)
 
 
+@pytest.mark.parametrize(
+    ("span", "seq", "wall_us", "good"),
+    [
+        (BLOCK, 0, (1 << 63) - 1, True),
+        (BLOCK, 0, 1 << 63, False),
+        (BLOCK, (1 << 32) - 2, 0, True),
+        (BLOCK, (1 << 32) - 1, 0, False),
+        (BLOCK + 512, 0, 0, False),
+        (BLOCK - 512, 0, 0, False),
+        (0, 0, 0, False),
+        (1 << 63, 0, 0, False),
+    ],
+)
+def test_a_header_block_with_impossible_numbers_is_malformed(span: int, seq: int, wall_us: int, good: bool) -> None:
+    block = memoryview(pack_batch(BatchKind.PURGE, REALM, SEGMENT_ID, seq, 4096, span, wall_us, None))
+    found = judge_batch(block, SEGMENT_ID, 4096, 1 << 20)
+    assert found == ((BatchKind.PURGE, 0, span) if good else Reject.MALFORMED)
+
+
 def test_a_namespace_of_zero_bytes_survives() -> None:
     realm = Realm(bytes(16), 0)
     parts = pack_checkpoint(

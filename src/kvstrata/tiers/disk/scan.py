@@ -135,7 +135,6 @@ class Scanner:
             trail.at = at = at + span
             if kind == _END:
                 break
-        asked = len(trail.rows)
         self._free += trail.rows
         trail.forget_read()
         if reached:
@@ -145,7 +144,7 @@ class Scanner:
         elif kind == _END:
             scan.ended = trail.done = True
         else:
-            trail.go_on(span, asked, reached)
+            trail.go_on(span, reached)
 
     def _judge(self, trail: Trail, row: int) -> tuple[int, int, int] | Reject:
         block, scan = self._blocks[row], trail.scan

@@ -142,9 +142,9 @@ class Trail:
         self.missing.clear()
         self.came = 0
 
-    def go_on(self, span: int, asked: int, reached: int) -> None:
-        """Of `asked` blocks that were read `reached` were right, the last of them with a span of `span`."""
-        alike = reached == asked and span == self._span
+    def go_on(self, span: int, reached: int) -> None:
+        """Of the blocks that were read, the first `reached` were right; the last of them has a span of `span`."""
+        alike = span == self._span
         self._span = span
         self.move(self.at, alike=self._alike + reached if alike else 0)
 
