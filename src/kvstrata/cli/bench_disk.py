@@ -35,6 +35,8 @@ from kvstrata.types import FailCause, JobEnded, KeysDone, OffloadKey, TierJob, m
 
 _UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _THREADS = (2, 8, 16, 64)
+_THREADS_FIO = 16
+"""Most threads that fio is asked for: it makes a process of each, and with more they do not begin and end together."""
 _THREADS_RANDOM = (*_THREADS, 32)
 """The tier has up to 32 small loads at the disk."""
 _JOB_CHUNKS = 64
@@ -84,6 +86,7 @@ class Raw:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._best: dict[tuple[str, int, bool], int] = {}
+        self._best_for_fio: dict[tuple[str, int], int] = {}
         self.direct = True
         self.file = settings.place / "raw.bin"
 
@@ -99,6 +102,9 @@ class Raw:
         best = max(found, key=lambda threads: found[threads].gbps)
         if not fresh:
             self._best[op, io, random] = best
+            few = [threads for threads in found if threads <= _THREADS_FIO]
+            if not random:
+                self._best_for_fio[op, io] = max(few, key=lambda threads: found[threads].gbps)
         return found[best]
 
     def _run(self, op: str, io: int, threads: int, random: bool, fresh: bool, arena: int = 0) -> Pass:
@@ -126,7 +132,7 @@ class Raw:
         do, which has to bring every chunk to a place of its own.
         """
         io, s = max(1 << 20, chunk), self._settings
-        threads, size = self._best[op, io, False], s.volume // io * io
+        threads, size = self._best_for_fio[op, io], s.volume // io * io
         told = fio_check(
             lambda: self._run(op, io, threads, False, False, threads * io).gbps,
             lambda: fio_gbps(self.file, op, io, size, threads, s.cpus),
