@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvstrata.runtime.disk_worker import _HOLD_BELL_S, _HOLD_LOADS_S, _Outbox
+from kvstrata.runtime.disk_worker import _HOLD_BELL_S, _HOLD_S, _Outbox
 from kvstrata.testing.clock import ManualClock
 from kvstrata.tiers.disk.process import READ_BYTES, CountedPipe, Frames
 from kvstrata.tiers.disk.tasks import Answers, Done
@@ -87,12 +87,12 @@ def test_an_answer_that_no_other_follows_is_sent_and_rung_for_at_once(pipes: Pip
 
 def test_the_first_of_many_waits_for_others_and_then_for_the_engine(pipes: Pipes) -> None:
     pipes.report()
-    assert pipes.flush() == pytest.approx(_HOLD_LOADS_S)
-    pipes.clock.advance(_HOLD_LOADS_S)
+    assert pipes.flush() == pytest.approx(_HOLD_S)
+    pipes.clock.advance(_HOLD_S)
     pipes.report()
-    assert pipes.flush() == pytest.approx(_HOLD_LOADS_S)
+    assert pipes.flush() == pytest.approx(_HOLD_S)
     assert pipes.rings() == 0
-    pipes.clock.advance(_HOLD_LOADS_S)
+    pipes.clock.advance(_HOLD_S)
     pipes.report()
     pipes.flush()
     assert (pipes.fetch(), pipes.rings()) == ([1, 2, 3], 1)
@@ -118,7 +118,7 @@ def test_an_engine_that_looks_by_itself_is_not_rung_for(pipes: Pipes) -> None:
         if tick % 10 == 6:
             seen += pipes.fetch()
             rings += pipes.rings()
-        pipes.clock.advance(_HOLD_LOADS_S / 4)
+        pipes.clock.advance(_HOLD_S / 4)
     assert rings <= 1
     assert seen == list(range(1, len(seen) + 1))
     assert len(seen) > 980
@@ -134,7 +134,7 @@ def test_an_engine_that_looks_by_itself_is_not_rung_for_when_answers_are_few(pip
         if tick % 2 == 1:
             seen += pipes.fetch()
             rings += pipes.rings()
-        pipes.clock.advance(_HOLD_LOADS_S / 2)
+        pipes.clock.advance(_HOLD_S / 2)
     assert rings <= 1
     assert seen == list(range(1, 35))
 
@@ -159,7 +159,7 @@ def test_an_engine_that_looks_by_itself_no_more_is_rung_for_late_only_once(pipes
             rest = pipes.flush()
         waits.append(waited)
         assert pipes.fetch()
-    assert waits == pytest.approx([_HOLD_LOADS_S, 0.0, 0.0])
+    assert waits == pytest.approx([_HOLD_S, 0.0, 0.0])
 
 
 def test_a_load_that_somebody_waits_for_is_rung_for_soon_although_answers_before_it_were_not(pipes: Pipes) -> None:
@@ -173,8 +173,8 @@ def test_a_load_that_somebody_waits_for_is_rung_for_soon_although_answers_before
     assert pipes.flush() == pytest.approx(_HOLD_BELL_S)
     pipes.loop.more = False
     pipes.report()
-    assert pipes.flush() == pytest.approx(_HOLD_LOADS_S)
-    pipes.clock.advance(_HOLD_LOADS_S)
+    assert pipes.flush() == pytest.approx(_HOLD_S)
+    pipes.clock.advance(_HOLD_S)
     pipes.flush()
     assert (pipes.rings(), len(pipes.fetch())) == (1, 2)
 
@@ -183,13 +183,13 @@ def test_an_engine_that_does_not_come_is_rung_for_once_until_it_does(pipes: Pipe
     for _ in range(1000):
         pipes.report()
         pipes.flush()
-        pipes.clock.advance(_HOLD_LOADS_S / 4)
+        pipes.clock.advance(_HOLD_S / 4)
     assert pipes.rings() == 1
     assert len(pipes.fetch()) > 900
     for _ in range(8):
         pipes.report()
         pipes.flush()
-        pipes.clock.advance(_HOLD_LOADS_S / 4)
+        pipes.clock.advance(_HOLD_S / 4)
     pipes.flush()
     assert pipes.rings() == 1
 
@@ -198,12 +198,12 @@ def test_what_an_engine_that_came_by_itself_leaves_is_rung_for_in_time(pipes: Pi
     for _ in range(2):
         pipes.report()
         pipes.flush()
-        pipes.clock.advance(_HOLD_LOADS_S)
+        pipes.clock.advance(_HOLD_S)
         pipes.flush()
         assert pipes.fetch()
     pipes.report()
     pipes.flush()
-    pipes.clock.advance(_HOLD_LOADS_S)
+    pipes.clock.advance(_HOLD_S)
     assert pipes.flush() == pytest.approx(_HOLD_BELL_S)
     assert pipes.rings() == 0
     pipes.clock.advance(_HOLD_BELL_S)

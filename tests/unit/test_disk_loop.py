@@ -12,12 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstrata.testing.clock import ManualClock
 from kvstrata.testing.simfs import SimDisk, SimFiles
 from kvstrata.tiers.disk.calls import Call
 from kvstrata.tiers.disk.format import BatchKind, payload_digest
 from kvstrata.tiers.disk.io import SystemFiles, aligned_buffer, memory_of
 from kvstrata.tiers.disk.kernel_queue import KernelQueue, open_kernel_queue
 from kvstrata.tiers.disk.loop import IoLoop
+from kvstrata.tiers.disk.store_room import DRAIN_S, LEAST_BYTES
 from kvstrata.tiers.disk.tasks import Done, Prepare, ReadEven, ReadUnit, Sync, Task, WriteBatch
 from kvstrata.tiers.disk.work import Workshop, segment_name
 from kvstrata.types import FailCause
@@ -69,12 +71,13 @@ class Rig:
         self.queue = ScriptedQueue(self.files)
         self.answers: list[Done] = []
         self.aside: list[Task] = []
+        self.clock = ManualClock()
         self.runs: list[Callable[[], Done]] = []
         workshop = Workshop(self.files, directory, self.region, direct=False, alone=True)
         self.loop = IoLoop(
             workshop, self.queue, lambda done, load: self.answers.append(done),
             self.put_aside,
-            width=width, write_depth=write_depth,
+            width=width, write_depth=write_depth, clock=self.clock,
         )  # fmt: skip
 
     def put_aside(self, task: Task, run: Callable[[], Done]) -> None:
@@ -165,8 +168,8 @@ def test_stores_find_back_to_their_depth_with_what_they_store_after_a_load() -> 
         depths.append(len(rig.queue.at_disk))
         rig.queue.end()
         rig.turn()
-    assert depths[:4] == [1, 1, 1, 1]  # a mebibyte in quarters before one more is allowed
-    assert max(depths) == 4
+    assert depths[:16] == [1] * 16  # four mebibytes in quarters before one more is allowed
+    assert max(depths) == 2
 
 
 def test_calls_at_the_disk_and_stores_made_ready_are_bounded() -> None:
@@ -198,6 +201,40 @@ def test_of_calls_that_end_all_at_once_the_first_is_followed_before_the_others_a
     rig.queue.end()
     rig.loop.turn()
     assert [count for count in handed_over if count] == [1, 1]
+
+
+def test_without_loads_store_calls_are_long_and_beside_them_short() -> None:
+    rig = Rig()
+    rig.store(0)
+    rig.loop.push(rig.write(1, 6 * MIB))
+    rig.turn()
+    assert [size for _, _, _, size in rig.queue.at_disk] == [4 * MIB + 4096, 2 * MIB]
+    rig.loop.push(rig.read(9))
+    rig.loop.push(rig.write(0, MIB))
+    rig.queue.end()
+    rig.queue.end()
+    rig.turn()
+    assert [(call.write, size) for _, call, _, size in rig.queue.at_disk] == [(False, MIB - 4096), (True, MIB // 4)]
+    rig.finish()
+    assert sorted(done.task_id for done in rig.answers) == [0, 1, 9]
+
+
+def test_stores_at_the_disk_are_what_it_writes_in_a_short_time() -> None:
+    rig = Rig(write_depth=32)
+    depths = []
+    for milliseconds in (1, 40):  # for each store of a mebibyte
+        rig.answers.clear()
+        for again in range(400):
+            rig.loop.push(msgspec.structs.replace(rig.write(again % 8), task_id=again))
+        rig.turn()
+        while rig.queue.at_disk:
+            rig.queue.end()
+            rig.clock.advance(milliseconds / 1000)
+            rig.turn()
+            if len(rig.answers) == 200:
+                depths.append(len(rig.queue.at_disk))
+        assert len(rig.answers) == 400
+    assert depths == [round(DRAIN_S / 0.001), LEAST_BYTES // MIB]
 
 
 def test_of_many_calls_that_end_all_at_once_few_are_looked_at_between_two_that_are_handed_over() -> None:
@@ -290,7 +327,7 @@ def test_a_call_that_comes_back_short_goes_on_where_it_ended() -> None:
                                                (-errno.EIO, FailCause.IO_ERROR)])  # fmt: skip
 def test_a_store_call_that_fails_is_the_answer(result: int, cause: FailCause) -> None:
     rig = Rig()
-    rig.loop.push(rig.write(0, 4 * MIB))
+    rig.loop.push(rig.write(0, 6 * MIB))
     rig.turn()
     rig.queue.end(1, result=result)
     rig.finish()

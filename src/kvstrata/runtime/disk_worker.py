@@ -33,8 +33,7 @@ _LOOK_FOR_PARENT_S = 0.25
 _BURST = 256
 _TOGETHER = 8
 """Answers of one message while more loads wait than there are runners."""
-_HOLD_LOADS_S = 0.001
-_HOLD_STORES_S = 0.005
+_HOLD_S = 0.001
 """How long an answer may wait for the next one of its kind, and for an engine that looks by itself."""
 _HOLD_BELL_S = 0.005
 """The latter if the engine came by itself last time: the bell makes two of its threads wait for each other."""
@@ -95,7 +94,6 @@ class _Outbox:
         self._held: list[Done] = []
         self._kinds: set[bool] = set()
         self._due = 0.0
-        self._hold = _HOLD_LOADS_S
         self._ring_at: float | None = None  # None: nothing is there to be rung for
         self._rung = True  # whether the bell was rung for what lies there, or was fetched last
 
@@ -105,11 +103,8 @@ class _Outbox:
 
     def report(self, done: Done, load: bool) -> None:
         """Called by the loop."""
-        if not self._held or load not in self._kinds:
-            hold = _HOLD_LOADS_S if load else _HOLD_STORES_S
-            due = self._clock.monotonic() + hold
-            if not self._held or due < self._due:
-                self._due, self._hold = due, hold
+        if not self._held:
+            self._due = self._clock.monotonic() + _HOLD_S
         self._kinds.add(load)
         self._held.append(done)
 
@@ -138,12 +133,12 @@ class _Outbox:
         # Looked at after it is sent: if older ones still lie there, whoever fetches those fetches these too.
         if self._unfetched() <= len(message):
             comes, self._rung = not self._rung, False
-            self._ring_at = now + (_HOLD_BELL_S if comes else 0.0 if alone else self._hold)
+            self._ring_at = now + (_HOLD_BELL_S if comes else 0.0 if alone else _HOLD_S)
         if urgent:
             self._ring_at = now
         elif alone and self._ring_at is not None:
             # Somebody may wait for just this, although the engine has come by itself until now.
-            self._ring_at = min(self._ring_at, now + self._hold)
+            self._ring_at = min(self._ring_at, now + _HOLD_S)
 
     def _unfetched(self) -> int:
         """Bytes of answers that lie in the pipe."""
@@ -206,7 +201,7 @@ def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe, 
 
         (first_writes if isinstance(task, WriteBatch) else upkeep).submit(body)
 
-    loop = IoLoop(workshop, queue, outbox.report, aside, width=spec.width, write_depth=spec.write_depth)
+    loop = IoLoop(workshop, queue, outbox.report, aside, width=spec.width, write_depth=spec.write_depth, clock=clock)
     inbox = _Inbox(spec, loop)
     ready = select.epoll()
     for handle in (spec.jobs, queue.handle):
@@ -224,7 +219,7 @@ def _serve_by_queue(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe, 
             done = finished.popleft()
             urgent |= not loop.ended_aside(done)
         more = loop.turn()
-        if not more or urgent or outbox.pressing(loop):
+        if not more or urgent or outbox.pressing(loop) or not loop.due:
             rest = outbox.flush(loop, at_once=urgent)
         now = clock.monotonic()
         if now >= look_at:

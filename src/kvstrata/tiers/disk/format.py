@@ -32,7 +32,7 @@ MAX_SEQ = (1 << 32) - 1
 """A life's number and an offset make an order of 64 bits, and the next life's number has to fit too."""
 MAX_COUNT = 1 << 63
 """Epochs and times at or above it are damage: the next one might not fit."""
-RESYNC_BYTES = 128 << 20
+RESYNC_BYTES = 256 << 20
 """How far beyond a hole a scan looks for the next batch; writers keep unfinished batches closer together than this."""
 
 _SEGMENT_MAGIC = b"kvstrSEG"

@@ -2,7 +2,8 @@
 
 Loads go before stores. While a load waits or is at the disk, one store call may be there too, and a short one, so that
 a load never waits for more than that; every `_GROW_BYTES` that are stored with no load about allow one more, up to the
-write depth. So of loads that come one by one the next does not find the disk full of writes.
+write depth. So of loads that come one by one the next does not find the disk full of writes. Without loads calls are
+long, and at the disk is at most what it writes in a short time (`store_room`).
 
 What waits for the device goes aside: segments are prepared and made durable there, and batches written for the first
 time, for which the file system has to mark their blocks as written. They count for the write depth as others do.
@@ -19,25 +20,29 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvstrata.tiers.base import Clock
 from kvstrata.tiers.disk.calls import Call, CallQueue
 from kvstrata.tiers.disk.format import BLOCK, SECTOR
+from kvstrata.tiers.disk.store_room import StoreRoom
 from kvstrata.tiers.disk.tasks import Done, Load, Prepare, ReadEven, ReadUnit, SelfTest, Sync, Task, WriteBatch
 from kvstrata.tiers.disk.work import UNIT_BYTES, Steps, Workshop
 from kvstrata.types import FailCause
 
 _PIECE_BYTES = UNIT_BYTES + BLOCK
+_STORE_BYTES = (4 << 20) + BLOCK
+"""Most bytes of one store call while no load is about: a disk spends less on few long calls."""
 _SMALL_BYTES = 1 << 18
 """Most bytes of one store call while loads are about."""
 _FRESH_BYTES = 1 << 19
 """The same where the file is new: each call waits for the file system."""
 _FEW_BYTES = 1 << 16
 """Of loads up to this size twice as many may be at the disk: their calls end in bursts."""
-_GROW_BYTES = 1 << 20
+_GROW_BYTES = 4 << 20
 _WORK_BYTES = 1 << 19
 """So many bytes are checked between two looks at what has ended and what has come."""
 _READY_BYTES = 16 << 20
 """Stores are made ready ahead of their turn up to this much, or as much as may be at the disk if that is more: it never
-waits for their digests, and what was read for them has left the caches again when it is written."""
+waits for their digests."""
 _TOGETHER = 8
 """Calls that are handed over at once, unless the disk has nothing to do: then the first goes alone."""
 
@@ -90,7 +95,7 @@ class _Making:
 @dataclass(slots=True, eq=False)
 class _Lane:
     """Loads, or stores: tasks that have not begun, the one that is beginning, calls that are not handed over, their
-    bytes, calls at the disk.
+    bytes, calls at the disk and their bytes.
     """
 
     waiting: deque[Task] = field(default_factory=deque)
@@ -98,6 +103,7 @@ class _Lane:
     open: deque[_Flight] = field(default_factory=deque)
     ready: int = 0
     out: int = 0
+    out_bytes: int = 0
 
 
 class IoLoop:
@@ -117,6 +123,7 @@ class IoLoop:
         *,
         width: int,
         write_depth: int,
+        clock: Clock,
     ) -> None:
         self._workshop = workshop
         self._queue = queue
@@ -127,7 +134,9 @@ class IoLoop:
         self._reads = _Lane()
         self._writes = _Lane()
         self._allowed = write_depth
-        self._most_ready = max(_READY_BYTES, write_depth * UNIT_BYTES)
+        self._clock = clock
+        self._room = StoreRoom(write_depth * _STORE_BYTES)
+        self._written = 0  # bytes that were stored since a look at the clock
         self._stored = 0  # bytes since a store call more was allowed
         self._pieces: dict[int, tuple[_Flight, int, int]] = {}
         self._next_tag = 0
@@ -140,6 +149,11 @@ class IoLoop:
     def busy(self) -> bool:
         """Whether a task is under way or waits for its turn."""
         return self.follow(load=True) or self.follow(load=False)
+
+    @property
+    def due(self) -> bool:
+        """Whether calls have ended whose tasks have not gone on: more answers come in a moment."""
+        return bool(self._due)
 
     def follow(self, *, load: bool) -> bool:
         """Whether loads, or stores, are still under way, so that more answers of that kind follow soon."""
@@ -198,15 +212,27 @@ class IoLoop:
             self._hand_over()
         if not ended:
             self._hand_over()
+        if self._written:
+            self._measure()
+
+    def _measure(self) -> None:
+        now = self._clock.monotonic()
+        if self._careful:
+            self._room.restart(now)
+        else:
+            self._room.ended(self._written, now)
+        self._written = 0
 
     def _note(self, tag: int, result: int) -> None:
         flight, begin, size = self._pieces.pop(tag)
         flight.out -= 1
         flight.lane.out -= 1
+        flight.lane.out_bytes -= size
         if result == size:
             flight.got += size
             if flight.call.write:
                 self._grow(size)
+                self._written += size
         else:
             self._ended_short(flight, begin, size, result)
         if not flight.out and (flight.begun >= flight.call.size or flight.error is not None):
@@ -290,7 +316,7 @@ class IoLoop:
         """Fill the disk up with what may go."""
         moved = self._submit(self._reads, self._width, _PIECE_BYTES)
         depth = self._depth
-        moved |= self._submit(self._writes, depth, _PIECE_BYTES if depth == self._write_depth else _SMALL_BYTES)
+        moved |= self._submit(self._writes, depth, _STORE_BYTES if depth == self._write_depth else _SMALL_BYTES)
         if moved:
             self._queue.submit()
 
@@ -305,6 +331,8 @@ class IoLoop:
             if lane.out >= (2 * depth if load and size <= _FEW_BYTES else depth):
                 break
             size = min(piece, size - flight.begun)
+            if not load and lane.out and lane.out_bytes + size > self._room.bytes:
+                break
             self._push(flight, flight.begun, size)
             flight.begun += size
             lane.ready -= size
@@ -320,14 +348,17 @@ class IoLoop:
         self._next_tag += 1
         self._pieces[self._next_tag] = (flight, begin, size)
         flight.out += 1
+        if not flight.lane.out and flight.call.write:
+            self._room.restart(self._clock.monotonic())
         flight.lane.out += 1
+        flight.lane.out_bytes += size
         self._queue.push(self._next_tag, flight.call, begin, size)
 
     def _begin(self, lane: _Lane) -> bool:
         """Begin a task, or go on with one that is beginning; whether there was something to do."""
         if lane.making is not None:
             return self._make(lane, lane.making)
-        if not lane.waiting or lane.ready >= self._most_ready:
+        if not lane.waiting or lane.ready >= max(_READY_BYTES, self._room.bytes):
             return False
         task = lane.waiting[0]
         if _is_fresh(task) and (lane.open or lane.out >= self._depth):

@@ -41,7 +41,7 @@ from kvstrata.types import I64, Bool, OffloadKey
 
 CHECKPOINT_NAME = "checkpoint.kvs"
 CHECKPOINT_TEMPORARY = "checkpoint.tmp"
-VERIFY_TAIL_BYTES = 64 << 20
+VERIFY_TAIL_BYTES = 192 << 20
 """How much of what was written last is read and verified: more than can have been in flight."""
 
 

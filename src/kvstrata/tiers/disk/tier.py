@@ -108,7 +108,7 @@ class DiskTier:
         io_process: bool | None = None,
         pin_cpus: Sequence[int] = (),
         width: int = 64,
-        write_depth: int = 64,
+        write_depth: int = 32,
         queue_bytes: int = 512 << 20,
         hot_share: float = 0.5,
         checkpoint_segments: int = 16,
