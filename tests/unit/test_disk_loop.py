@@ -38,11 +38,15 @@ class ScriptedQueue:
         self.pushed: list[tuple[int, Call, int, int]] = []
         self.at_disk: list[tuple[int, Call, int, int]] = []
         self.ended: list[tuple[int, int]] = []
+        self.handed_over: list[int] = []
+        """How many calls each submission had."""
 
     def push(self, tag: int, call: Call, begin: int, size: int) -> None:
         self.pushed.append((tag, call, begin, size))
 
     def submit(self) -> None:
+        if self.pushed:
+            self.handed_over.append(len(self.pushed))
         self.at_disk += self.pushed
         self.pushed.clear()
 
@@ -189,18 +193,11 @@ def test_of_calls_that_end_all_at_once_the_first_is_followed_before_the_others_a
     for number in range(4):
         rig.loop.push(rig.write(number))
     rig.turn()
-    handed_over: list[int] = []
-    submit = rig.queue.submit
-
-    def note() -> None:
-        handed_over.append(len(rig.queue.pushed))
-        submit()
-
-    rig.queue.submit = note  # type: ignore[method-assign]
+    rig.queue.handed_over.clear()
     rig.queue.end()
     rig.queue.end()
     rig.loop.turn()
-    assert [count for count in handed_over if count] == [1, 1]
+    assert rig.queue.handed_over == [1, 1]
 
 
 def test_without_loads_store_calls_are_long_and_beside_them_short() -> None:
@@ -244,19 +241,11 @@ def test_of_many_calls_that_end_all_at_once_few_are_looked_at_between_two_that_a
         rig.loop.push(rig.read(10 + number, size=32_768))
     rig.turn()
     assert len(rig.queue.at_disk) == 32
-    handed_over: list[int] = []
-    submit = rig.queue.submit
-
-    def note() -> None:
-        handed_over.append(len(rig.queue.pushed))
-        submit()
-
-    rig.queue.submit = note  # type: ignore[method-assign]
+    rig.queue.handed_over.clear()
     for _ in range(32):
         rig.queue.end()
     rig.loop.turn()
-    assert [count for count in handed_over if count] == [1, 2, 4, 8, 8, 8, 1]
-    rig.queue.submit = submit  # type: ignore[method-assign]
+    assert rig.queue.handed_over == [1, 2, 4, 8, 8, 8, 1]
     rig.finish()
     assert len(rig.answers) == 96
 
@@ -264,23 +253,16 @@ def test_of_many_calls_that_end_all_at_once_few_are_looked_at_between_two_that_a
 def test_the_first_call_for_an_idle_disk_goes_alone_and_others_together() -> None:
     rig = Rig(width=16)
     rig.store(0)
-    handed_over: list[int] = []
-    submit = rig.queue.submit
-
-    def note() -> None:
-        handed_over.append(len(rig.queue.pushed))
-        submit()
-
-    rig.queue.submit = note  # type: ignore[method-assign]
+    rig.queue.handed_over.clear()
     for number in range(16):
         rig.loop.push(rig.read(10 + number))
     rig.loop.turn()
-    assert [count for count in handed_over if count] == [1, 7, 8]
+    assert rig.queue.handed_over == [1, 7, 8]
     for number in range(16, 20):
         rig.loop.push(rig.read(10 + number, size=32_768))
-    handed_over.clear()
+    rig.queue.handed_over.clear()
     rig.loop.turn()
-    assert [count for count in handed_over if count] == [4]
+    assert rig.queue.handed_over == [4]
 
 
 @pytest.mark.parametrize("bad", ["digest", "short", "error"])
