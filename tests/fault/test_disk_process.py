@@ -241,6 +241,28 @@ def test_kill_of_the_engine_ends_the_io_process_and_frees_the_directory(tmp_path
     os.close(owned.directory)
 
 
+WEIGHED = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from test_disk_process import Rig
+Path("/proc/self/autogroup").write_text("5")
+rig = Rig(Path(sys.argv[1]))
+print(Path(f"/proc/{rig.tier.io_process_id}/autogroup").read_text())
+rig.end()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others may not change it twice in a tenth of a second")
+@pytest.mark.skipif(not os.access("/proc/self/autogroup", os.R_OK), reason="the kernel groups no sessions")
+def test_the_io_process_has_the_engines_weight_among_sessions(tmp_path: Path) -> None:
+    """Else it gets no processor beside an engine that was given more and keeps all of them busy."""
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", WEIGHED, str(tmp_path / "tier"), here]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
+    assert said.stdout.split()[-1] == "5"
+
+
 SAMPLER = """
 import os, select, sys
 most = samples = 0

@@ -14,6 +14,7 @@ import sys
 import termios
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -246,9 +247,22 @@ def _serve_by_threads(spec: WorkerSpec, workshop: Workshop, answers: CountedPipe
         lanes.start()
 
 
+def _weigh_as(parent: int) -> None:
+    """Give this process's session the weight that the engine's has, where the kernel schedules by sessions (sched(7)).
+
+    It does not hand that on to new sessions. An engine that was given more, and keeps all processors busy, would leave
+    this process next to nothing.
+    """
+    with contextlib.suppress(OSError):
+        _, _, nice = Path(f"/proc/{parent}/autogroup").read_text().partition(" nice ")
+        if nice:
+            Path("/proc/self/autogroup").write_text(nice)
+
+
 def main() -> None:
     """The command. Its one argument is a `WorkerSpec` as JSON."""
     spec = msgspec.json.decode(sys.argv[1], type=WorkerSpec)
+    _weigh_as(spec.parent)
     if spec.pin_cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, spec.pin_cpus)
