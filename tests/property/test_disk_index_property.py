@@ -58,6 +58,9 @@ def test_the_index_equals_a_dictionary(steps: list[tuple[str, set[int]]]) -> Non
         assert {KEYS[n]: int(index.offset[row]) for n, row in enumerate(held) if row >= 0} == records
         assert (len(index), index.pending, index.taken) == (len(records), len(twin) - len(records), len(twin))
         assert sorted(index.offset[index.live_rows()].tolist()) == sorted(records.values())
+        deleted = index._table == 1
+        assert int(deleted.sum()) == index._deleted
+        assert not (deleted & (np.roll(index._table, -1) == 0)).any()  # it would be kept for nothing
 
 
 SIZES = st.one_of(st.integers(0, 9000), st.sampled_from([512, 4096, 8192, 32_768, 262_144, UNIT_BYTES, 3 * UNIT_BYTES]))

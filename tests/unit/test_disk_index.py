@@ -107,6 +107,35 @@ def test_keys_of_which_one_comes_twice_are_not_reserved_as_new_ones() -> None:
     assert index.find(words_of(chunk_keys(5))).tolist() == list(range(5))
 
 
+def test_what_comes_twice_in_a_crowd_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of one home place, more than the first look reaches: the same key is met on the way, and all go again."""
+    monkeypatch.setattr("kvstrata.tiers.disk.index.hashes_of", lambda words: words[:, 0].astype(np.uint64) << 8)
+    index = Index(64)
+    keys = chunk_keys(30)
+    words = words_of(keys)
+    hashes = words[:, 0].astype(np.uint64) << np.uint64(8)  # all of home place 0, and each has its own tag
+    for twice in ([3, 3], [0, 29, 0], [*range(30), 17]):
+        picked = np.array(twice)
+        assert index.reserve_absent(words[picked], 7, hashes[picked]) is None
+        assert (index.taken, index.pending, index._deleted) == (0, 0, 0)
+        assert not index._table.any()
+    rows = index.reserve_absent(words, 7, hashes)
+    assert rows is not None
+    assert index.find(words).tolist() == rows.tolist()
+    assert index.reserve_absent(words[29:], 7, hashes[29:]) is None
+
+
+def test_a_table_that_is_emptied_is_as_it_was_and_not_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Index(4000)
+    insert(index, chunk_keys(3000))
+    table = index._table
+    for turn in range(1, 20):
+        index.delete(index.live_rows())
+        assert not index._table.any()
+        insert(index, chunk_keys(3000, start=turn * 3000))
+    assert index._table is table
+
+
 def test_a_key_far_from_its_home_place_is_not_taken_for_a_new_one() -> None:
     index = Index(16)
     near = [key for key in chunk_keys(2000) if int(index._home(hashes_of(words_of([key])))[0]) == 3]

@@ -30,7 +30,10 @@ PENDING = -2
 _NO_ROW = -1
 _WINDOW = 8
 _FEW = 256
-_HASHED_AT_ONCE = 2048
+_RATHER_EACH = 32
+"""Up to so few places are looked at one by one."""
+_AT_ONCE = 2048
+"""Keys of a piece of work: so few that all it touches stays in the cache."""
 _DELETED = np.uint64(1)
 _ROW_BASE = np.uint64(2)
 _HALF = np.uint64(32)
@@ -44,7 +47,8 @@ _WEIGHTS = np.array(
 _WEIGHT_NUMBERS = _WEIGHTS.tolist()
 _NINE = struct.Struct("<9I")
 _ALL = (1 << 64) - 1
-_STEPS = np.arange(_WINDOW, dtype=np.int64)
+_STEPS = np.arange(_WINDOW, dtype=np.int64)[:, None]
+"""As a column: numpy is at its best along the last axis, so that is the one of the keys."""
 _any, _all = np.logical_or.reduce, np.logical_and.reduce
 """Of few keys the cost is the number of calls, and these are what `any` and `all` come to after some."""
 
@@ -62,19 +66,27 @@ def keys_of(words: Words) -> list[OffloadKey]:
 def hashes_of(words: Words) -> U64:
     """A 64-bit mix of all nine words: keys of several groups share their first 32 bytes, which would not do alone."""
     mixed: U64
-    if len(words) <= _HASHED_AT_ONCE:
+    if len(words) <= _AT_ONCE:
         mixed = words.astype(np.uint64) @ _WEIGHTS
     else:
         mixed = np.empty(len(words), np.uint64)
-        for at in range(0, len(words), _HASHED_AT_ONCE):  # small enough to stay in the cache
-            part = words[at : at + _HASHED_AT_ONCE].astype(np.uint64)
-            np.matmul(part, _WEIGHTS, out=mixed[at : at + _HASHED_AT_ONCE])
+        for at in range(0, len(words), _AT_ONCE):
+            part = words[at : at + _AT_ONCE].astype(np.uint64)
+            np.matmul(part, _WEIGHTS, out=mixed[at : at + _AT_ONCE])
     return mixed ^ (mixed >> np.uint64(29))
 
 
 def _values(hashes: U64, rows: I64) -> U64:
     """What the table holds for rows."""
     return (hashes << _HALF) | (rows + 2).view(np.uint64)
+
+
+def _where(rows: I64) -> I64 | slice:
+    """The rows as a slice if they follow each other, which costs a fraction to fill."""
+    first, count = int(rows[0]), len(rows)
+    if int(rows[-1]) - first == count - 1 and _all(rows[1:] - rows[:-1] == 1):
+        return slice(first, first + count)
+    return rows
 
 
 class Index:
@@ -152,7 +164,8 @@ class Index:
         return (hashes >> self._shift).view(np.int64)
 
     def _rebuild(self, wanted: int) -> None:
-        bits = max(5, (2 * max(wanted, 1) - 1).bit_length())
+        # It shrinks by half at most: what was deleted may come again.
+        bits = max(5, (2 * max(wanted, 1) - 1).bit_length(), len(self._table).bit_length() - 2)
         self._table = np.zeros(1 << bits, np.uint64)
         self._shift = np.uint64(64 - bits)
         self._deleted = 0
@@ -201,33 +214,45 @@ class Index:
     def find(self, words: Words, hashes: U64 | None = None) -> I64:
         """The row of each key, or -1. `hashes`: `hashes_of(words)`, if they are known."""
         count = len(words)
-        rows = np.full(count, -1, np.int64)
         if not count or not self.taken:
-            return rows
+            return np.full(count, -1, np.int64)
         if hashes is None:
             hashes = hashes_of(words)
-        tags = (hashes << _HALF)[:, None]
-        at = self._home(hashes)[:, None]
+        if count <= _AT_ONCE:
+            return self._find(words, hashes)
+        cuts = [slice(at, at + _AT_ONCE) for at in range(0, count, _AT_ONCE)]
+        return np.concatenate([self._find(words[cut], hashes[cut]) for cut in cuts])
+
+    def _find(self, words: Words, hashes: U64) -> I64:
+        rows = np.full(len(words), -1, np.int64)
+        tags = hashes << _HALF
+        at = self._home(hashes)
         table, mask, rows_end = self._table, len(self._table) - 1, np.uint64(self._used)
         todo: I64 | None = None  # None: all of them
         while True:
-            found = table.take((at + _STEPS) & mask)
+            places = _STEPS + at
+            places &= mask
+            found = table.take(places)
             # Equal tags leave the row; an empty place, a deleted one and other tags leave what is above every row.
-            low = (found ^ tags) - _ROW_BASE
-            which, column = (low < rows_end).nonzero()
+            low = found ^ tags
+            low -= _ROW_BASE
+            column, which = (low < rows_end).nonzero()
             if len(which):
-                row = low[which, column].astype(np.int64)
+                row = low[column, which].view(np.int64)
                 if todo is not None:
-                    which = todo[which]
-                same = _all(self.key.take(row, axis=0) == words.take(which, axis=0), axis=1)
-                rows[which[same]] = row[same]  # a key is there once; other hits only share its tag
-            more: Bool = _all(found, axis=1)  # no empty place yet
+                    which = todo.take(which)
+                same: Bool = self.key.take(row, axis=0) == words.take(which, axis=0)
+                if not _all(same, axis=None):  # a key is there once; other hits only share its tag
+                    right = _all(same, axis=1)
+                    which, row = which[right], row[right]
+                rows[which] = row
+            more: Bool = _all(found, axis=0)  # no empty place yet
             more &= (rows if todo is None else rows.take(todo)) < 0
             left = more.nonzero()[0]
             if not len(left):
                 return rows
             todo = left if todo is None else todo.take(left)
-            at, tags = at.take(left, axis=0) + _WINDOW, tags.take(left, axis=0)
+            at, tags = at.take(left) + _WINDOW, tags.take(left)
 
     def find_key(self, key: OffloadKey) -> int:
         """The row of one key, or -1: for one key this is several times cheaper than `find`."""
@@ -256,10 +281,15 @@ class Index:
         `hashes`: `hashes_of(words)`, if they are known.
         """
         rows = self._enter(words, lengths, hashes)
-        self.segment[rows] = segments
-        self.offset[rows] = offsets
-        self.digest[rows] = digests
+        if len(rows):
+            self._set(rows, segments, offsets, digests)
         return rows
+
+    def _set(self, rows: I64, segments: I32 | int, offsets: npt.ArrayLike, digests: U64) -> None:
+        where = _where(rows)
+        self.segment[where] = segments
+        self.offset[where] = offsets
+        self.digest[where] = digests
 
     def reserve(self, words: Words, lengths: npt.ArrayLike, hashes: U64 | None = None) -> I64:
         """The same for records that are going to be written; `fill` or `delete` follows."""
@@ -270,34 +300,62 @@ class Index:
 
         Looking for them and finding places for them is one look at the table.
         """
-        count, ordered = len(words), np.sort(hashes)
-        if _any(ordered[1:] == ordered[:-1]):
-            return None
-        self._make_room(count)
-        home, table, mask = self._home(hashes), self._table, len(self._table) - 1
-        places = home[:, None] + _STEPS
-        places &= mask
-        found = table.take(places)
-        seems = found ^ (hashes << _HALF)[:, None]
-        seems -= _ROW_BASE
-        if _any(seems < np.uint64(self._used), axis=None):
-            return None
-        # Eight places of a key as one number: 0 if none of them is empty.
-        full = np.flatnonzero((found == 0).view(np.uint64).ravel() == 0)
-        if len(full) and self._seem_further_on(home[full].tolist(), hashes[full].tolist()):
+        self._make_room(len(words))
+        table = self._table
+        spots = self._home(hashes)
+        was = table.take(spots)
+        others = was.nonzero()[0]  # whose home place is not empty
+        if len(others) and not self._choose(spots, was, others, hashes):
             return None
         rows = self._new_rows(words, lengths)
         values = _values(hashes, rows)
-        first = (found <= _DELETED).argmax(axis=1) + np.arange(0, count * _WINDOW, _WINDOW)
-        spots, was = places.reshape(-1).take(first), found.reshape(-1).take(first)
         free: Bool = was <= _DELETED
-        fit = free.nonzero()[0]
-        table[spots.take(fit)] = values.take(fit)
-        left = table.take(spots) != values  # of those that want the same place the last one has it
+        if _all(free):
+            table[spots] = values
+        else:
+            table[spots[free]] = values[free]
+        won = table.take(spots) == values  # of those that want the same place the last one has it
         if self._deleted:
-            self._deleted -= int((was[~left] == _DELETED).sum())
-        self._place_each(spots[left].tolist(), values[left].tolist())  # what lies before its spot is taken
-        return self._mark_pending(rows)
+            self._deleted -= int((was[won] == _DELETED).sum())
+        left = (~won).nonzero()[0]
+        twice = self._place_late(spots.take(left).tolist(), values.take(left).tolist())
+        self._mark_pending(rows)
+        if twice:
+            self.delete(rows)
+            return None
+        return rows
+
+    def _choose(self, spots: I64, was: U64, others: I64, hashes: U64) -> bool:
+        """Find the first free place for `others` of some keys, and note it and what is there; False if one is there."""
+        home, own = spots.take(others), hashes.take(others)
+        places = _STEPS + home
+        places &= len(self._table) - 1
+        found = self._table.take(places)
+        seems = found ^ (own << _HALF)
+        seems -= _ROW_BASE
+        if seems.min() < np.uint64(self._used):
+            return False
+        full = _all(found, axis=0).nonzero()[0]
+        if len(full) and self._seem_further_on(home.take(full).tolist(), own.take(full).tolist()):
+            return False
+        first = (found <= _DELETED).argmax(axis=0), np.arange(len(others))
+        spots[others], was[others] = places[first], found[first]
+        return True
+
+    def _place_late(self, at: list[int], values: list[int]) -> bool:
+        """Place keys that lost their place to others of the same call; whether one of them seems to come twice.
+
+        Keys that are the same want the same place, so the second one meets the first one on its way.
+        """
+        table, mask = memoryview(self._table), len(self._table) - 1  # type: ignore[arg-type]
+        twice = False
+        for place, value in zip(at, values, strict=True):
+            while (found := table[place]) > 1:
+                twice |= found >> 32 == value >> 32
+                place = (place + 1) & mask
+            self._deleted -= found
+            table[place] = value
+        return twice
 
     def _seem_further_on(self, at: list[int], hashes: list[int]) -> bool:
         """Whether a key of one of these tags lies behind the window of its home place, before an empty one."""
@@ -317,10 +375,9 @@ class Index:
 
     def fill(self, rows: I64, segments: I32 | int, offsets: npt.ArrayLike, digests: U64) -> None:
         """The records of reserved rows were written."""
-        self.segment[rows] = segments
-        self.offset[rows] = offsets
-        self.digest[rows] = digests
-        self.pending -= len(rows)
+        if len(rows):
+            self._set(rows, segments, offsets, digests)
+            self.pending -= len(rows)
 
     def _enter(self, words: Words, lengths: npt.ArrayLike, hashes: U64 | None) -> I64:
         if not len(words):
@@ -337,9 +394,10 @@ class Index:
     def _new_rows(self, words: Words, lengths: npt.ArrayLike) -> I64:
         """Rows that have no place in the table yet."""
         rows = self._take_rows(len(words))
-        self.key[rows] = words
-        self.length[rows] = lengths
-        self.stamp[rows] = 0
+        where = _where(rows)
+        self.key[where] = words
+        self.length[where] = lengths
+        self.stamp[where] = 0
         self.taken += len(words)
         self.changes += 1
         return rows
@@ -348,18 +406,46 @@ class Index:
         """Forget rows in use, each named once."""
         if not len(rows):
             return
-        hashes = hashes_of(self.key[rows])
-        values = _values(hashes, rows)
-        at = self._home(hashes)
-        table, mask = self._table, len(self._table) - 1
-        while len(at):
-            match = table[at] == values
-            table[at[match]] = _DELETED
-            at, values = (at[~match] + 1) & mask, values[~match]
+        spots = self._spots(rows)
+        self._table[spots] = _DELETED
         self._deleted += len(rows)
+        self._clean(spots)
         if self.pending:
             self.pending -= int((self.segment[rows] == PENDING).sum())
         self.segment[rows] = _NO_ROW
         self._free.frombytes(rows.astype(np.int32).tobytes())
         self.taken -= len(rows)
         self.changes += 1
+
+    def _spots(self, rows: I64) -> I64:
+        """Where the table has these rows, in any order."""
+        hashes = hashes_of(self.key.take(rows, axis=0))
+        values, at = _values(hashes, rows), self._home(hashes)
+        table, mask = self._table, len(self._table) - 1
+        here: Bool = table.take(at) == values
+        spots = [at[here]]
+        while not _all(here):
+            left = (~here).nonzero()[0]
+            at, values = at.take(left), values.take(left)
+            places = (_STEPS + (at + 1)) & mask
+            hit = table.take(places) == values
+            spots.append(places[hit])
+            here = _any(hit, axis=0)
+            at = at + _WINDOW
+        return np.concatenate(spots)
+
+    def _clean(self, spots: I64) -> None:
+        """Deleted places before an empty one are empty too: nothing lies behind them. `spots`: those just deleted."""
+        table, mask = self._table, len(self._table) - 1
+        spots = spots[table.take((spots + 1) & mask) == 0]
+        while len(spots) > _RATHER_EACH:
+            table[spots] = 0
+            self._deleted -= len(spots)
+            spots = (spots - 1) & mask
+            spots = spots[table.take(spots) == _DELETED]
+        each = memoryview(table)  # type: ignore[arg-type]
+        for spot in spots.tolist():
+            while each[spot] == 1:
+                each[spot] = 0
+                self._deleted -= 1
+                spot = (spot - 1) & mask
