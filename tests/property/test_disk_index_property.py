@@ -8,11 +8,24 @@ from hypothesis import strategies as st
 
 from kvstrata.testing.tier_harness import chunk_keys
 from kvstrata.tiers.disk.index import Index, hashes_of, words_of
-from kvstrata.tiers.disk.planning import batch_room, even_batches, even_parts, packed_place, plan_batches, plan_units
-from kvstrata.tiers.disk.tasks import ReadEven
+from kvstrata.tiers.disk.planning import (
+    batch_room,
+    even_batches,
+    even_parts,
+    even_size,
+    even_slots,
+    is_straight,
+    packed_place,
+    part_of_slots,
+    places_of,
+    plan_batches,
+    plan_units,
+)
+from kvstrata.tiers.disk.tasks import ReadEven, WriteBatch
 from kvstrata.tiers.disk.work import BATCH_BYTES, UNIT_BYTES
 
 KEYS = chunk_keys(120)
+MIB = 1 << 20
 
 
 ACTIONS = st.sampled_from(["insert", "reserve", "reserve_absent", "fill", "delete"])
@@ -102,6 +115,60 @@ def test_even_batches_leave_little_of_a_segment_unused(count: int, size: int, se
         assert len(plan.picks) * size <= room or len(plan.picks) == 1
         assert list(plan.places) == [4096 + at * size for at in range(len(plan.picks))]
         assert plan.span == 4096 + len(plan.picks) * size
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(
+    st.lists(st.sampled_from([512, 4096, 5000, 32_768]), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0, 0, 0, 400, 412])), min_size=1, max_size=12),
+    st.booleans(),
+    st.sampled_from([0, 0, 100, 512]),
+    st.tuples(st.integers(0, 11), st.integers(1, 12)),
+)
+def test_slots_of_one_size_are_told_by_the_first_one_if_they_follow_each_other(
+    sizes: list[int], spots: list[tuple[int, int]], follow: bool, address: int, cut: tuple[int, int]
+) -> None:
+    count, size = len(spots), sizes[0]
+    lengths = (sizes * count)[:count]
+    offsets = [(spots[0][0] + at) * size if follow else spots[at][0] * size + spots[at][1] for at in range(count)]
+    assert even_size(lengths) == (size if len(set(lengths)) == 1 else 0)
+    slots = even_slots(offsets, size, address)
+    straight = is_straight(np.array(offsets) + address, np.array([size] * count)).all()
+    assert bool(slots) == straight or (address % 512 and not slots)
+    if not slots:
+        return
+    begin, end = min(cut[0], count - 1), min(max(cut[1], cut[0] + 1), count)
+    for first, last in ((0, count), (begin, end)):
+        part, run = part_of_slots(slots, size, first, last), last - first
+        assert follow <= (len(part) == 1)
+        batch = WriteBatch(1, 0, b"", 0, 0, 0, 1, b"", 0, 0, bytes(36 * run), [], [size], part, b"", True)
+        assert batch.slots([size] * run) == offsets[first:last]
+        units = ReadEven(9, 0, size, list(range(0, run * size, size)), part, bytes(16 * run), True).units(UNIT_BYTES)
+        assert [at for unit in units for at in unit.memory] == offsets[first:last]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 70), st.sets(st.integers(0, 69))), min_size=1, max_size=6))
+def test_the_places_of_several_batches_are_those_of_each(batches: list[tuple[bool, int, set[int]]]) -> None:
+    plans, wanted = [], []
+    for number, (even, count, left) in enumerate(batches):
+        made = (
+            even_batches(range(count), 4096, 1 << 20)
+            if even
+            else plan_batches(np.arange(count), np.zeros(count, np.int64), np.full(count, 700), 1 << 20)
+        )
+        plan = made[0]
+        alive = sorted(left.intersection(range(len(plan.picks))))
+        if alive:
+            part = plan.part(alive)
+            assert [list(part.picks), list(part.places)] == [
+                [plan.picks[at] for at in alive],
+                [plan.places[at] for at in alive],
+            ]
+            plan = part
+        plans.append(plan)
+        wanted += [number * MIB + place for place in plan.places]
+    assert places_of(plans, [number * MIB for number in range(len(plans))]).tolist() == wanted
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)

@@ -133,10 +133,10 @@ def test_a_store_that_looks_at_each_key_is_found(rig: Rig, monkeypatch: pytest.M
     """The guard can fail: a job that asks the index for one key after the other."""
     plain = Writes.submit_new
 
-    def looks(self: Writes, state: Any, packed: bytes, rows: Any) -> None:
+    def looks(self: Writes, state: Any, *others: Any) -> None:
         for key in state.job.keys:
             self._desk.find([key])
-        plain(self, state, packed, rows)
+        plain(self, state, *others)
 
     monkeypatch.setattr(Writes, "submit_new", looks)
     assert rig.store(range(16)) > 48 + 73 * rig.batches

@@ -12,15 +12,16 @@ import numpy as np
 
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.disk.acquire import Acquired
-from kvstrata.tiers.disk.format import Realm
-from kvstrata.tiers.disk.index import Index, keys_of, words_of
+from kvstrata.tiers.disk.format import Realm, Words
+from kvstrata.tiers.disk.index import U64, Index, keys_of, words_of
 from kvstrata.tiers.disk.io import Files, address_of
 from kvstrata.tiers.disk.jobs import Jobs, Operation
+from kvstrata.tiers.disk.planning import BatchPlan, places_of
 from kvstrata.tiers.disk.segment import padded_sum
 from kvstrata.tiers.disk.tasks import Done, Task
-from kvstrata.types import I64, KEY_BYTES, FailCause, KeysRemoved, OffloadKey, TierEvent
+from kvstrata.types import I32, I64, KEY_BYTES, FailCause, KeysRemoved, OffloadKey, TierEvent
 
-_WRITTEN_MOST = 1024
+_WRITTEN_MOST = 2048
 """Most records whose rows wait to be filled."""
 
 
@@ -80,12 +81,13 @@ class Place:
 
 
 class Written(msgspec.Struct, frozen=True, gc=False):
-    """Records of one batch that was written: their rows, digests (concatenated) and places."""
+    """Records of one batch that was written: their rows, digests (concatenated) and plan, and where it begins."""
 
     rows: I64
     digests: bytes
     segment: int
-    places: I64
+    start: int
+    plan: BatchPlan
 
 
 class Desk:
@@ -167,6 +169,10 @@ class Desk:
         """Records of this realm."""
         return self._index.count + self._written_count
 
+    def reserve_absent(self, words: Words, lengths: int | list[int], hashes: U64) -> I64 | None:
+        """Of the index: what was written needs not be in it for this, since its keys are."""
+        return self._index.reserve_absent(words, lengths, hashes)
+
     def find(self, keys: Sequence[OffloadKey]) -> I64:
         """Rows of the keys that have the right length and are held; -1 where there is none."""
         return self.index.find_held(words_of([key for key in keys if len(key) == KEY_BYTES]))
@@ -189,16 +195,14 @@ class Desk:
         if not self._written:
             return
         written, self._written, self._written_count = self._written, [], 0
-        if len(written) == 1:
-            (only,) = written
-            digests = np.frombuffer(only.digests, "<u8").reshape(-1, 2)
-            self._index.fill(only.rows, only.segment, only.places, digests)
-            return
         rows = np.concatenate([each.rows for each in written])
-        numbers = np.repeat([each.segment for each in written], [len(each.rows) for each in written])
+        segments: I32 | int = written[0].segment
+        if any(each.segment != segments for each in written):
+            numbers = np.array([each.segment for each in written], np.int32)
+            segments = np.repeat(numbers, [len(each.rows) for each in written])
         digests = np.frombuffer(b"".join([each.digests for each in written]), "<u8").reshape(-1, 2)
-        places = np.concatenate([each.places for each in written])
-        self._index.fill(rows, numbers.astype(np.int32), places, digests)
+        places = places_of([each.plan for each in written], [each.start for each in written])
+        self._index.fill(rows, segments, places, digests)
 
     def forget_rows(self, index: Index, rows: I64) -> None:
         """Drop rows, each named once, and what they count for."""

@@ -15,6 +15,7 @@ from kvstrata.tiers.disk.desk import Desk
 from kvstrata.tiers.disk.format import KEY_WORDS, Words
 from kvstrata.tiers.disk.index import hashes_of
 from kvstrata.tiers.disk.jobs import Job
+from kvstrata.tiers.disk.planning import even_size
 from kvstrata.tiers.disk.reads import Found, Reads
 from kvstrata.tiers.disk.writes import Writes
 from kvstrata.types import I64, KEY_BYTES, FailCause, TierJob
@@ -91,18 +92,17 @@ class Intake:
 
     def _store_new(self, stores: list[tuple[Job, bytes]]) -> bool:
         """Take in all stores at once, if nothing of them seems to be there and no key to come twice."""
-        lengths: list[int] = []
-        for state, _ in stores:
-            lengths += state.job.lengths
-        even = lengths.count(lengths[0]) == len(lengths)
+        sizes = [even_size(state.job.lengths) for state, _ in stores]
+        even = sizes[0] if sizes.count(sizes[0]) == len(sizes) else 0
+        lengths = even or [length for state, _ in stores for length in state.job.lengths]
         words = _words([packed for _, packed in stores])
-        rows = self._desk.index.reserve_absent(words, lengths[0] if even else lengths, hashes_of(words))
+        rows = self._desk.reserve_absent(words, lengths, hashes_of(words))
         if rows is None:
             return False
         at = 0
-        for state, packed in stores:
+        for (state, packed), size in zip(stores, sizes, strict=True):
             end = at + state.left
-            self._writes.submit_new(state, packed, rows[at:end])
+            self._writes.submit_new(state, packed, rows[at:end], size)
             at = end
         return True
 

@@ -72,9 +72,10 @@ class WriteOp(msgspec.Struct, eq=False):
     lengths: list[int] = []
     """A single one if all are equal."""
     memory: list[int] = []
+    """A single one if the slots follow each other."""
     digests: bytes = b""
-    tickets: list[int] = []
-    dead: set[OffloadKey] = set()
+    tickets: Sequence[int] = ()
+    dead: frozenset[OffloadKey] = frozenset()
     """Keys that were removed or purged while the batch was on its way; their rows are gone."""
     segment: Segment | None = None
     start: int = 0

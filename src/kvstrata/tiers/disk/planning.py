@@ -33,6 +33,19 @@ class BatchPlan(msgspec.Struct, frozen=True, gc=False):
             return np.arange(places.start + start, places.stop + start, places.step)
         return np.array(places, np.int64) + start
 
+    def part(self, alive: Sequence[int]) -> BatchPlan:
+        """The same with these of its chunks only, each at its place."""
+        picks, places = [self.picks[at] for at in alive], [self.places[at] for at in alive]
+        return BatchPlan(picks, places, self.span, self.straight)
+
+
+def places_of(plans: Sequence[BatchPlan], starts: Sequence[int]) -> I64:
+    """The places of several batches, one after the other. Those of whole jobs mostly share their plan."""
+    plan = plans[0]
+    if all(each is plan for each in plans):
+        return np.add.outer(np.array(starts, np.int64), plan.places_from(0)).ravel()
+    return np.concatenate([each.places_from(start) for each, start in zip(plans, starts, strict=True)])
+
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
@@ -52,17 +65,28 @@ def is_straight(memory: I64, lengths: I64) -> Bool:
     return straight
 
 
-def even_size(lengths: Sequence[int], offsets: Sequence[int], address: int) -> int:
-    """The size that all slots have, if all are straight (see `is_straight`); else 0. No call per slot."""
+def even_size(lengths: Sequence[int]) -> int:
+    """The size that all chunks have; 0 if they differ."""
     size = lengths[0]
-    if size < BLOCK or lengths.count(size) != len(lengths):
-        return 0
-    first = offsets[0]
-    if list(offsets) == list(range(first, first + size * len(offsets), size)):
-        bits = size | first
-    else:
-        bits = size | functools.reduce(operator.or_, offsets)
-    return 0 if (bits | address) % SECTOR else size
+    return size if lengths.count(size) == len(lengths) else 0
+
+
+def even_slots(offsets: Sequence[int], size: int, address: int) -> list[int]:
+    """The slots of chunks of one size, a single one if they follow each other. No call per slot.
+
+    Empty if one is not straight (see `is_straight`). `address`: of what the offsets count from.
+    """
+    first, slots = offsets[0], list(offsets)
+    if size < BLOCK or (size | first | address) % SECTOR:
+        return []
+    if slots == list(range(first, first + size * len(slots), size)):
+        return [first]
+    return [] if functools.reduce(operator.or_, slots) % SECTOR else slots
+
+
+def part_of_slots(slots: list[int], size: int, begin: int, end: int) -> list[int]:
+    """Neighbours among the chunks of `even_slots`, in the same form."""
+    return slots[begin:end] if len(slots) > 1 else [slots[0] + begin * size]
 
 
 def plan_batches(picks: I64, memory: I64, lengths: I64, largest: int) -> list[BatchPlan]:

@@ -33,7 +33,7 @@ from pathlib import Path
 import msgspec
 
 from kvstrata.tiers.base import TierContext
-from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, Load, Task
+from kvstrata.tiers.disk.tasks import LOADS, Answers, Batch, Done, Forget, Task
 from kvstrata.tiers.disk.work import NOT_THERE, UNIT_BYTES
 from kvstrata.types import FailCause
 
@@ -108,18 +108,24 @@ class Frames:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The messages that are complete now."""
-        self._rest += piece
+        rest: bytes | bytearray = piece  # mostly of whole messages, and nothing is left of what came before
+        if self._rest:
+            self._rest += piece
+            rest = self._rest
         messages = []
         at = 0
-        while len(self._rest) - at >= 4:
-            size = int.from_bytes(self._rest[at : at + 4], "little")
+        while len(rest) - at >= 4:
+            size = int.from_bytes(rest[at : at + 4], "little")
             if size > MOST_MESSAGE_BYTES:
                 raise BadStreamError(f"a message of {size} bytes")
-            if len(self._rest) - at - 4 < size:
+            if len(rest) - at - 4 < size:
                 break
-            messages.append(bytes(self._rest[at + 4 : at + 4 + size]))
+            messages.append(bytes(rest[at + 4 : at + 4 + size]))
             at += 4 + size
-        del self._rest[:at]
+        if rest is self._rest:
+            del self._rest[:at]
+        else:
+            self._rest += rest[at:]
         return messages
 
 
@@ -234,7 +240,8 @@ class _Child:
         """Write what the pipe takes now."""
         while self.outbox:
             try:
-                done = os.write(self.jobs, memoryview(self.outbox)[:PIPE_BYTES].tobytes())
+                piece = self.outbox if len(self.outbox) <= PIPE_BYTES else self.outbox[:PIPE_BYTES]
+                done = os.write(self.jobs, piece)
             except BlockingIOError:
                 return
             except OSError:
@@ -335,7 +342,7 @@ class ProcessWorkers:
             return
         self._unanswered.add(task.task_id)
         self._outgoing.append(task)
-        if isinstance(task, Load):
+        if isinstance(task, LOADS):
             self._reads.add(task.task_id)
         else:
             self._send_now = True
@@ -354,7 +361,10 @@ class ProcessWorkers:
             return
         self._send_now = False
         if self._outgoing:
-            child.outbox += frame(self._encoder.encode(Batch(self._outgoing)))
+            box, at = child.outbox, len(child.outbox)
+            box += bytes(4)
+            self._encoder.encode_into(Batch(self._outgoing), box, -1)
+            box[at : at + 4] = (len(box) - at - 4).to_bytes(4, "little")  # a frame, made in place
             self._outgoing = []
         child.send()
 

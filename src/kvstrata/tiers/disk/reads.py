@@ -11,7 +11,7 @@ from kvstrata.tiers.disk.desk import Desk
 from kvstrata.tiers.disk.format import BLOCK, SECTOR
 from kvstrata.tiers.disk.index import words_of
 from kvstrata.tiers.disk.jobs import Job, ReadOp
-from kvstrata.tiers.disk.planning import even_parts, even_size, plan_units
+from kvstrata.tiers.disk.planning import even_parts, even_size, even_slots, part_of_slots, plan_units
 from kvstrata.tiers.disk.segment import Segment
 from kvstrata.tiers.disk.tasks import Done, ReadEven, ReadUnit
 from kvstrata.tiers.disk.writes import Writes
@@ -81,22 +81,24 @@ class Reads:
         False if it is not of that kind.
         """
         desk, index, job = self._desk, self._desk.index, state.job
-        size = even_size(job.lengths, job.offsets, desk.address)
-        if not size or found.lengths.count(size) != len(found.lengths):
+        size = even_size(job.lengths)
+        slots = even_slots(job.offsets, size, desk.address)
+        if not slots or found.lengths.count(size) != len(found.lengths):
             return False
         homes, places, digests = found.homes, found.places, found.digests
         parts = even_parts(homes, places, max(desk.workers.load_bytes // size, 1))
         if parts is None:
             return False
         index.stamp[rows] = desk.next_tick()
-        memory, verify = list(job.offsets), desk.settings.verify
+        verify = desk.settings.verify
         for a, b in parts:
             segment, numbers = desk.space.segments[homes[a]], places[a:b]
             segment.readers += 1
             task_id = desk.new_task(ReadOp(state, range(a, b), segment, numbers))
             state.tasks.add(task_id)
             own = digests[a * DIGEST_BYTES : b * DIGEST_BYTES]
-            desk.workers.push(ReadEven(task_id, homes[a], size, numbers, memory[a:b], own, verify))
+            memory = part_of_slots(slots, size, a, b)
+            desk.workers.push(ReadEven(task_id, homes[a], size, numbers, memory, own, verify))
         return True
 
     def _read(self, state: Job, picks: I64, rows: I64, lengths: I64) -> None:

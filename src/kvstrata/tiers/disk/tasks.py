@@ -15,6 +15,12 @@ from kvstrata.tiers.disk.format import BLOCK
 from kvstrata.types import DIGEST_BYTES, KEY_BYTES
 
 
+def _slots(memory: list[int], lengths: list[int]) -> list[int]:
+    if len(memory) == 1 < len(lengths):
+        return list(itertools.accumulate(lengths[:-1], initial=memory[0]))
+    return memory
+
+
 class WriteBatch(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=1):
     """Write one header block and its payloads. `digests` empty: make them from the payloads."""
 
@@ -34,6 +40,7 @@ class WriteBatch(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=1):
     lengths: list[int]
     """A single one if all are equal."""
     memory: list[int]
+    """A single one if the slots follow each other."""
     digests: bytes
     straight: bool
     """All payloads may go from their slots without a bounce buffer."""
@@ -47,6 +54,10 @@ class WriteBatch(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=1):
         if not self.straight or not count:
             return self.places, lengths
         return list(itertools.accumulate(lengths[:-1], initial=self.start + BLOCK)), lengths
+
+    def slots(self, lengths: list[int]) -> list[int]:
+        """Where in primary each payload is."""
+        return _slots(self.memory, lengths)
 
 
 class ReadUnit(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=2):
@@ -75,13 +86,14 @@ class ReadEven(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=8):
     size: int
     places: list[int]
     memory: list[int]
+    """A single one if the slots follow each other."""
     digests: bytes
     verify: bool
 
     def units(self, most: int) -> list[ReadUnit]:
         """The same as units of `most` bytes, or of one payload if that is larger."""
         size, places, count = self.size, self.places, len(self.places)
-        most = max(most // size, 1)
+        most, memory = max(most // size, 1), _slots(self.memory, [size] * count)
         borders = [0, *[at for at in range(1, count) if places[at] - places[at - 1] != size], count]
         return [
             ReadUnit(
@@ -89,7 +101,7 @@ class ReadEven(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=8):
                 self.segment,
                 places[at:end],
                 [size] * (end - at),
-                self.memory[at:end],
+                memory[at:end],
                 self.digests[at * DIGEST_BYTES : end * DIGEST_BYTES],
                 self.verify,
                 True,
@@ -137,6 +149,8 @@ class SelfTest(msgspec.Struct, array_like=True, frozen=True, tag=6):
 
 
 Load: TypeAlias = ReadUnit | ReadEven
+LOADS = (ReadUnit, ReadEven)
+"""The same for `isinstance`, which takes a multiple of the time for a union."""
 Task: TypeAlias = WriteBatch | ReadUnit | ReadEven | MoveBatch | Prepare | Sync | SelfTest
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvstrata.tiers.disk.desk import Desk
@@ -224,7 +226,7 @@ class Upkeep:
 
     # durability
 
-    def sync(self, tickets: list[int], *, then_checkpoint: bool = False) -> None:
+    def sync(self, tickets: Sequence[int], *, then_checkpoint: bool = False) -> None:
         """Make everything durable that was written; tickets are answered then."""
         desk = self._desk
         dirty = desk.space.dirty()

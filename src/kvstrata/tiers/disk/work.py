@@ -145,18 +145,18 @@ class Workshop:
     def _write(self, task: WriteBatch) -> Steps:
         digests = task.digests
         places, lengths = task.layout()
+        memory = task.slots(lengths)
         if not digests and task.kind == BatchKind.RECORDS:
-            digests = yield from self._digests_in_pieces(task.memory, lengths)
+            digests = yield from self._digests_in_pieces(memory, lengths)
         header = _header_block(task, digests, places, lengths)
         if task.kind == BatchKind.RECORDS and not task.straight:
-            memory = self._assemble(task, header)
-            parts, size = [(memory, 0, task.span)], task.span
+            parts, size = [(self._assemble(task, header), 0, task.span)], task.span
         else:
-            memory = aligned_memory(BLOCK)
-            memory.view[:] = header
-            parts, size = [(memory, 0, BLOCK)], BLOCK
+            block = aligned_memory(BLOCK)
+            block.view[:] = header
+            parts, size = [(block, 0, BLOCK)], BLOCK
             if task.kind == BatchKind.RECORDS:
-                parts += [(self._memory, at, length) for at, length in runs(task.memory, lengths)]
+                parts += [(self._memory, at, length) for at, length in runs(memory, lengths)]
                 size += sum(lengths)
         yield Call(self._handle(task.segment), True, parts, task.start, size)
         return Done(task.task_id, digests=b"" if task.digests else digests)

@@ -14,7 +14,16 @@ from kvstrata.tiers.disk.desk import Desk, Written
 from kvstrata.tiers.disk.format import BLOCK, RECORDS_PER_BATCH, BatchKind, Realm, Words
 from kvstrata.tiers.disk.index import words_of
 from kvstrata.tiers.disk.jobs import Job, WriteOp
-from kvstrata.tiers.disk.planning import BatchPlan, batch_room, even_batches, even_size, pieces, plan_batches
+from kvstrata.tiers.disk.planning import (
+    BatchPlan,
+    batch_room,
+    even_batches,
+    even_size,
+    even_slots,
+    part_of_slots,
+    pieces,
+    plan_batches,
+)
 from kvstrata.tiers.disk.segment import Segment, padded_sum
 from kvstrata.tiers.disk.tasks import Done, WriteBatch
 from kvstrata.types import DIGEST_BYTES, I64, KEY_BYTES, Bool, FailCause, Flushed, OffloadKey
@@ -32,14 +41,17 @@ class Writes:
         self.space_cause = FailCause.NO_SPACE
         """Why there is no place, when there is none and none is coming."""
         self.want_spare: Callable[[], bool] = lambda: False
-        self.sync: Callable[[list[int]], None] = lambda tickets: None
+        self.sync: Callable[[Sequence[int]], None] = lambda tickets: None
         self._bytes = 0  # queued or in flight
 
     # jobs
 
-    def submit_new(self, state: Job, packed: bytes, rows: I64) -> None:
-        """Queue a job of distinct keys that are not there. `packed`: its keys, concatenated; `rows`: reserved ones."""
-        self._queue_store(state, range(len(rows)), packed, rows)
+    def submit_new(self, state: Job, packed: bytes, rows: I64, size: int) -> None:
+        """Queue a job of distinct keys that are not there.
+
+        `packed`: its keys, concatenated; `rows`: reserved ones; `size`: of each chunk, 0 if they differ.
+        """
+        self._queue_store(state, range(len(rows)), packed, rows, size)
 
     def submit(self, state: Job, packed: bytes, words: Words, rows: I64) -> None:
         """Queue what is not held yet, and is not being written. `rows`: where the keys are, or -1."""
@@ -48,7 +60,7 @@ class Writes:
         if picks:
             mine = np.full(len(rows), -1, np.int64)
             mine[picks] = index.reserve(words[picks], lengths[picks])
-            self._queue_store(state, picks, packed, mine)
+            self._queue_store(state, picks, packed, mine, even_size(state.job.lengths))
 
     def _not_held(self, state: Job, held: I64, lengths: I64) -> list[int]:
         """Those picks that are not held; the others are reported."""
@@ -92,22 +104,22 @@ class Writes:
         rows = index.find(words_of(keys))
         return [keys[place] for place in np.flatnonzero(rows != index.held(rows)).tolist()]
 
-    def _queue_store(self, state: Job, picks: Sequence[int], packed: bytes, rows: I64) -> None:
-        """Queue some of a job; `rows`: the reserved row of each key of the job."""
+    def _queue_store(self, state: Job, picks: Sequence[int], packed: bytes, rows: I64, size: int) -> None:
+        """Queue some of a job; `rows`: the reserved row of each key of the job; `size`: of each chunk, or 0."""
         job, desk = state.job, self._desk
         largest = desk.space.sizes.segment_bytes - BLOCK
-        size = even_size(job.lengths, job.offsets, desk.address)
+        slots = even_slots(job.offsets, size, desk.address) if size <= largest - BLOCK else []
         plans: Sequence[BatchPlan]
-        if 0 < size <= largest - BLOCK:
+        if slots:
             plans = even_batches(picks, size, min(batch_room(desk.space.sizes.segment_bytes), largest - BLOCK))
         else:
-            size, plans = 0, self._plan_uneven(state, picks, largest, rows)
+            plans = self._plan_uneven(state, picks, largest, rows)
         refused: list[int] = []
         for plan in plans:
             if self._bytes and self._bytes + plan.span > desk.settings.queue_bytes:
                 refused += plan.picks
                 continue
-            self._queue_batch(state, plan, packed, rows, size)
+            self._queue_batch(state, plan, packed, rows, slots)
         if refused:
             self._fail_writes(state, refused, rows, FailCause.REFUSED)
 
@@ -121,19 +133,23 @@ class Writes:
         memory = np.array(job.offsets, np.int64)[chosen] + self._desk.address
         return plan_batches(chosen, memory, sizes, largest) if len(chosen) else []
 
-    def _queue_batch(self, state: Job, plan: BatchPlan, packed: bytes, rows: I64, size: int) -> None:
-        """`size`: of each chunk, if they are even."""
+    def _queue_batch(self, state: Job, plan: BatchPlan, packed: bytes, rows: I64, slots: list[int]) -> None:
+        """`slots`: of the whole job, as `even_slots` has them."""
         job, picks = state.job, plan.picks
         first, last = picks[0], picks[-1] + 1
+        lengths: Sequence[int]
+        memory: Sequence[int]
         if last - first == len(picks):  # neighbours of the job, in its order
             own, packed = rows[first:last], packed[first * KEY_BYTES : last * KEY_BYTES]
-            lengths, memory = () if size else job.lengths[first:last], list(job.offsets[first:last])
+            lengths = job.lengths[first : first + 1 if slots else last]
+            memory = part_of_slots(slots, lengths[0], first, last) if slots else job.offsets[first:last]
         else:
             own = rows[list(picks)]
             packed = b"".join([job.keys[pick] for pick in picks])
-            lengths, memory = [job.lengths[pick] for pick in picks], [job.offsets[pick] for pick in picks]
-        op = WriteOp(BatchKind.RECORDS, self._desk.realm, packed, state, plan, own)
-        op.lengths, op.memory, op.digests = [size] if size else list(lengths), memory, pieces(job.digests, picks)
+            lengths = job.lengths[first : first + 1] if slots else [job.lengths[pick] for pick in picks]
+            memory = [job.offsets[pick] for pick in picks]
+        op = WriteOp(BatchKind.RECORDS, self._desk.realm, packed, state, plan, own, list(lengths), list(memory))
+        op.digests = pieces(job.digests, picks)
         self.unwritten[op] = None
         self._bytes += plan.span
         self.queue.append(op)
@@ -163,8 +179,7 @@ class Writes:
         """Queue log entries; the ticket is answered when they are durable."""
         parts = [keys[at : at + RECORDS_PER_BATCH] for at in range(0, len(keys), RECORDS_PER_BATCH)]
         for part in parts or ([[]] if kind is not BatchKind.REMOVE else []):
-            op = WriteOp(kind, realm or self._desk.realm, b"".join(part))
-            op.tickets = [ticket] if ticket else []
+            op = WriteOp(kind, realm or self._desk.realm, b"".join(part), tickets=[ticket] if ticket else ())
             self._bytes += op.span
             self.queue.append(op)
 
@@ -182,7 +197,7 @@ class Writes:
     def drop_all(self) -> None:
         """The same for everything that is being written; the index is given up with it."""
         for op in self.unwritten:
-            op.dead.update(op.keys)
+            op.dead |= set(op.keys)
         self._tell_waiters(list(self.waiters), FailCause.CANCELLED)
 
     def drop_versions(self, rows: I64) -> None:
@@ -293,21 +308,19 @@ class Writes:
             self._desk.index.delete(rows if alive is None else rows[alive])
             self.fail(job, plan.picks, cause)
         elif op.segment is not None:
-            places, digests, picks = plan.places_from(op.start), op.digests or done.digests, plan.picks
-            lengths = op.lengths
+            left, lengths, digests = plan, op.lengths, op.digests or done.digests
             if alive is not None:
-                rows, places = rows[alive], places[alive]
+                left, rows = plan.part(alive), rows[alive]
                 lengths = lengths if len(lengths) == 1 else [lengths[place] for place in alive]
                 digests = b"".join([digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in alive])
-                picks = [plan.picks[place] for place in alive]
             payload = sum(lengths) if plan.straight else padded_sum(np.array(lengths, np.int64))
             if len(lengths) == 1:  # of all
                 payload *= len(rows)
             if len(rows):
-                self._desk.add(Written(rows, digests, op.segment.number, places), payload)
-            self._desk.jobs.report(job, picks)
+                self._desk.add(Written(rows, digests, op.segment.number, op.start, left), payload)
+            self._desk.jobs.report(job, left.picks)
             if alive is not None:
-                self.fail(job, sorted(set(plan.picks) - set(picks)), FailCause.CANCELLED)
+                self.fail(job, sorted(set(plan.picks) - set(left.picks)), FailCause.CANCELLED)
         if self.waiters:
             self._tell_waiters([key for key in op.keys if key not in op.dead], cause)
 
