@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvstrata.runtime.disk_worker import _HOLD_BELL_S, _HOLD_S, _Outbox
 from kvstrata.testing.clock import ManualClock
+from kvstrata.tiers.disk import process
 from kvstrata.tiers.disk.process import READ_BYTES, CountedPipe, Frames
 from kvstrata.tiers.disk.tasks import Answers, Done
 
@@ -230,3 +235,28 @@ def test_every_piece_is_counted_before_the_next_one_may_wait_for_room(pipes: Pip
     assert pipes.sent[0] == 2
     pipes.flush(at_once=True)
     assert pipes.sent[0] == 3
+
+
+def test_each_ring_is_one_call_of_the_thread_that_listens() -> None:
+    """After each call it takes the interpreter from a thread that may be busy."""
+    calls, woken = [], []
+    ends: list[int] = []
+    bell_in, bell = process._bell(ends, [])
+    child = process._Child.__new__(process._Child)
+    child.bell = bell
+    child._context = SimpleNamespace(wake=lambda: (woken.append(1), os.close(ends.pop())))  # type: ignore[assignment]
+    systems = (os.read.__module__, select.__name__)
+
+    def note(_: Any, event: str, called: Any) -> None:
+        if event == "c_call" and called.__module__ in systems and called.__name__ != "close":
+            calls.append(called.__name__)
+
+    os.write(bell_in, b"!")
+    sys.setprofile(note)
+    try:
+        with pytest.raises(IndexError):  # by the second wake: nothing is left to close
+            child._listen()
+    finally:
+        sys.setprofile(None)
+    assert child.silent
+    assert (calls, len(woken)) == (["read", "read"], 2)

@@ -7,9 +7,9 @@ calls are, so the slots are free at once. It is started again after a back-off. 
 does; until then it holds the lock of the directory, so nobody else writes there beside it.
 
 Answers are read by whoever polls, and nobody else touches them. A count in shared memory tells whether there are any:
-a busy engine mostly asks too early, and a read of the empty pipe is not free. A bell beside them, a second
-pipe, says that it is time to look: a slice of waiting for it runs on the context's executor, which therefore has to be
-one with threads. The bell is not rung for answers that are fetched in time anyway: each ring makes a thread of the
+a busy engine mostly asks too early, and a read of the empty pipe is not free. A bell beside them, a socket, says
+that it is time to look: a slice of waiting for it runs on the context's executor, which therefore has to be one with
+threads. The bell is not rung for answers that are fetched in time anyway: each ring makes a thread of the
 engine give up the interpreter, to one that may have to wait for a core of its own.
 
 The first answer says that the process is there. An opening waits for it: on a busy machine a start takes seconds,
@@ -24,6 +24,8 @@ import logging
 import mmap
 import os
 import select
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,6 +52,7 @@ _TOGETHER = 16
 _LOAD_BYTES = 16 << 20
 """The loop over there cuts loads into calls, so they need not be small to be many."""
 _LISTEN_S = 0.25
+"""Less than a second."""
 _LISTEN_TURNS = 64
 _GLANCE_S = 0.001
 _LOOK_S = 0.1
@@ -58,6 +61,8 @@ START_S = 30.0
 _RESTART_FIRST_S = 0.1
 _RESTART_MOST_S = 10.0
 _CAUSES = frozenset({"", NOT_THERE, *FailCause})
+_TIME = struct.Struct("@ll")
+"""The system's `struct timeval`."""
 _log = logging.getLogger(__name__)
 
 
@@ -165,7 +170,7 @@ class _Child:
         try:
             jobs_out, self.jobs = _pipe(theirs, ours)
             answers_in, self.answers = _pipe(theirs, ours, outwards=False)
-            bell_in, self.bell = _pipe(theirs, ours, outwards=False)
+            bell_in, self.bell = _bell(theirs, ours)
             for end in (self.jobs, answers_in):
                 with contextlib.suppress(OSError):
                     fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -200,12 +205,15 @@ class _Child:
         context.executor.submit(self._listen)
 
     def _listen(self) -> None:
-        """Wait a while for the bell, on the executor; comes back to it until the bell is gone."""
+        """Wait a while for the bell, on the executor; comes back to it until the bell is gone.
+
+        One call for each ring: after every call this thread takes the interpreter from one that may be busy.
+        """
         for _ in range(_LISTEN_TURNS):
-            readable, _, _ = select.select([self.bell], [], [], _LISTEN_S)
-            if not readable:
+            try:
+                gone = not os.read(self.bell, _RINGS)
+            except BlockingIOError:  # `_LISTEN_S` are over
                 break
-            gone = not os.read(self.bell, _RINGS)
             if gone:
                 os.close(self.bell)
             self.silent, self.rung = gone, True
@@ -269,6 +277,16 @@ def _pipe(theirs: list[int], ours: list[int], *, outwards: bool = True) -> tuple
     theirs.append(pair[0])
     ours.append(pair[1])
     return pair
+
+
+def _bell(theirs: list[int], ours: list[int]) -> tuple[int, int]:
+    """The bell, as (their end, our end), noted in both lists: reads of ours wait, for `_LISTEN_S` at most."""
+    theirs_end, ours_end = socket.socketpair()
+    with theirs_end, ours_end:
+        ours_end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(0, int(_LISTEN_S * 1e6)))
+        theirs.append(theirs_end.detach())
+        ours.append(ours_end.detach())
+    return theirs[-1], ours[-1]
 
 
 def _environment() -> dict[str, str]:
