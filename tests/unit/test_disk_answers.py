@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstrata.runtime.disk_worker import _HOLD_BELL_S, _HOLD_S, _Outbox
+from kvstrata.runtime.disk_worker import _HOLD_BELL_S, _HOLD_S, _OFTEN, _Outbox
 from kvstrata.testing.clock import ManualClock
 from kvstrata.tiers.disk import process
 from kvstrata.tiers.disk.process import READ_BYTES, CountedPipe, Frames
@@ -41,9 +41,10 @@ class Pipes:
         fcntl.fcntl(bell_in, fcntl.F_SETPIPE_SZ, 4096)
         fcntl.fcntl(answers_in, fcntl.F_SETPIPE_SZ, 4 * READ_BYTES)
         self._ends = (self._answers, answers_in, self._bell, bell_in)
-        self.sent = memoryview(bytearray(8)).cast("Q")
+        self.sent = memoryview(bytearray(16)).cast("Q")
         self.outbox = _Outbox(CountedPipe(answers_in, self.sent), bell_in, self.clock)
         self._next = 0
+        self._heard = False
 
     def report(self) -> None:
         self._next += 1
@@ -52,20 +53,24 @@ class Pipes:
     def flush(self, *, at_once: bool = False) -> float:
         return self.outbox.flush(self.loop, at_once=at_once)  # type: ignore[arg-type]
 
-    def fetch(self) -> list[int]:
-        """The tasks whose answers have come."""
+    def fetch(self, *, deaf: bool = False) -> list[int]:
+        """The tasks whose answers have come. `deaf`: nothing has heard the bell yet, if it was rung."""
         try:
             messages = Frames().feed(os.read(self._answers, READ_BYTES))
         except BlockingIOError:
             return []
+        heard, self._heard = self._heard or bool(select.select([self._bell], [], [], 0)[0]), False
+        self.sent[1] = deaf or not heard
         items = [each for message in messages for each in msgspec.msgpack.decode(message, type=Answers).items]
         return [done.task_id for done in items]
 
     def rings(self) -> int:
         try:
-            return len(os.read(self._bell, 4096))
+            rings = len(os.read(self._bell, 4096))
         except BlockingIOError:
             return 0
+        self._heard = bool(select.select([self._answers], [], [], 0)[0])
+        return rings
 
     def close(self) -> None:
         for end in self._ends:
@@ -142,6 +147,47 @@ def test_an_engine_that_looks_by_itself_is_not_rung_for_when_answers_are_few(pip
         pipes.clock.advance(_HOLD_S / 2)
     assert rings <= 1
     assert seen == list(range(1, 35))
+
+
+def test_an_engine_that_always_looks_by_itself_has_time_for_answers_that_come_alone(pipes: Pipes) -> None:
+    seen, rings = [], 0
+    for tick in range(400):  # half a millisecond each; an answer every five, most of them alone, a look every four
+        if tick % 5 == 0:
+            pipes.loop.more = tick < 100
+            pipes.report()
+        pipes.flush()
+        if tick % 4 == 3:
+            seen += pipes.fetch()
+            rings += pipes.rings()
+        pipes.clock.advance(_HOLD_S / 2)
+    assert rings <= 1
+    assert seen == list(range(1, 81))
+    pipes.clock.advance(1.0)
+    waits = []
+    for _ in range(3):  # it sleeps now: that is noticed once
+        pipes.report()
+        waited, rest = 0.0, pipes.flush()
+        while not pipes.rings():
+            waited += rest
+            pipes.clock.advance(rest)
+            rest = pipes.flush()
+        waits.append(waited)
+        pipes.fetch()
+    assert waits == pytest.approx([_HOLD_BELL_S, 0.0, 0.0])
+
+
+def test_a_bell_that_was_rung_for_nothing_does_not_bring_on_the_next_one(pipes: Pipes) -> None:
+    """A busy engine's other thread hears it only later than the engine looks by itself."""
+    pipes.loop.more = False
+    rings = 0
+    for _ in range(100):
+        pipes.report()
+        pipes.flush()
+        pipes.clock.advance(2 * _HOLD_S)
+        pipes.flush()
+        assert pipes.fetch(deaf=True)
+        rings += pipes.rings()
+    assert rings <= _OFTEN + 1
 
 
 def test_an_engine_that_looks_by_itself_no_more_is_rung_for_late_only_once(pipes: Pipes) -> None:
@@ -243,7 +289,7 @@ def test_each_ring_is_one_call_of_the_thread_that_listens() -> None:
     ends: list[int] = []
     bell_in, bell = process._bell(ends, [])
     child = process._Child.__new__(process._Child)
-    child.bell = bell
+    child.bell, child._seen, child._counts = bell, 0, memoryview(bytearray(16)).cast("Q")
     child._context = SimpleNamespace(wake=lambda: (woken.append(1), os.close(ends.pop())))  # type: ignore[assignment]
     systems = (os.read.__module__, select.__name__)
 

@@ -26,7 +26,7 @@ from kvstrata.tiers.disk.calls import CallQueue
 from kvstrata.tiers.disk.io import SystemFiles
 from kvstrata.tiers.disk.lanes import Lanes
 from kvstrata.tiers.disk.loop import IoLoop
-from kvstrata.tiers.disk.process import READ_BYTES, CountedPipe, Frames, WorkerSpec, frame, map_count
+from kvstrata.tiers.disk.process import READ_BYTES, CountedPipe, Frames, WorkerSpec, frame, map_counts
 from kvstrata.tiers.disk.tasks import Answers, Batch, Done, Forget, Task, WriteBatch
 from kvstrata.tiers.disk.work import Workshop
 
@@ -38,6 +38,8 @@ _HOLD_S = 0.001
 """How long an answer may wait for the next one of its kind, and for an engine that looks by itself."""
 _HOLD_BELL_S = 0.005
 """The latter if the engine came by itself last time: the bell makes two of its threads wait for each other."""
+_OFTEN = 8
+"""After it came by itself for so many messages one after the other, also for an answer that no other follows."""
 _BESIDE = 3
 _FILLERS = 8
 _SPARE_CALLS = 8
@@ -96,7 +98,7 @@ class _Outbox:
         self._kinds: set[bool] = set()
         self._due = 0.0
         self._ring_at: float | None = None  # None: nothing is there to be rung for
-        self._rung = True  # whether the bell was rung for what lies there, or was fetched last
+        self._unasked = 0  # messages in a row for which the engine came by itself
 
     def pressing(self, loop: IoLoop) -> bool:
         """Whether the answer of a load waits that no other follows: it goes before the next piece of work."""
@@ -122,7 +124,6 @@ class _Outbox:
             self._ring_at = None
             if self._unfetched():
                 ring(self._bell)
-                self._rung = True
         next_at = [at for at in (self._due if self._held else None, self._ring_at) if at is not None]
         return max(min(next_at) - now, 0.0) if next_at else _LOOK_FOR_PARENT_S
 
@@ -133,11 +134,11 @@ class _Outbox:
         self._kinds.clear()
         # Looked at after it is sent: if older ones still lie there, whoever fetches those fetches these too.
         if self._unfetched() <= len(message):
-            comes, self._rung = not self._rung, False
-            self._ring_at = now + (_HOLD_BELL_S if comes else 0.0 if alone else _HOLD_S)
+            self._unasked = self._unasked + 1 if self._pipe.unasked else 0
+            self._ring_at = now + (_HOLD_BELL_S if self._unasked else 0.0 if alone else _HOLD_S)
         if urgent:
             self._ring_at = now
-        elif alone and self._ring_at is not None:
+        elif alone and self._ring_at is not None and self._unasked < _OFTEN:
             # Somebody may wait for just this, although the engine has come by itself until now.
             self._ring_at = min(self._ring_at, now + _HOLD_S)
 
@@ -180,7 +181,7 @@ def serve(spec: WorkerSpec) -> None:
         files.call_queue(_SPARE_CALLS + 2 * spec.width + spec.write_depth) if spec.direct and spec.call_queue else None
     )
     workshop = Workshop(files, spec.directory, region, direct=spec.direct, alone=queue is not None)
-    answers = CountedPipe(spec.answers, map_count(spec.sent))
+    answers = CountedPipe(spec.answers, map_counts(spec.sent))
     answers.send(frame(msgspec.msgpack.encode(Answers([]))))  # it is there
     ring(spec.bell)
     if queue is None:

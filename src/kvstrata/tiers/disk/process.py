@@ -84,7 +84,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     answers: int
     bell: int
     sent: int
-    """A file whose first 8 bytes count what was written to `answers`; see `CountedPipe`."""
+    """A file with two numbers about `answers`; see `CountedPipe`."""
     region: int
     region_bytes: int
     directory: int
@@ -134,9 +134,9 @@ class Frames:
         return messages
 
 
-def map_count(file: int) -> memoryview:
-    """The count in a shared file, as the one item of the view."""
-    return memoryview(mmap.mmap(file, mmap.PAGESIZE)).cast("Q")[:1]
+def map_counts(file: int) -> memoryview:
+    """The two numbers in a shared file."""
+    return memoryview(mmap.mmap(file, mmap.PAGESIZE)).cast("Q")[:2]
 
 
 class CountedPipe:
@@ -145,16 +145,24 @@ class CountedPipe:
     A piece is so small that a pipe that is full when it is written is full of counted ones: the reader knows of them.
     """
 
-    def __init__(self, pipe: int, count: memoryview) -> None:
+    def __init__(self, pipe: int, counts: memoryview) -> None:
+        """`counts`: the pieces so far, which are counted here; and 1 if the reader, when it found some last, had not
+        heard the bell for them.
+        """
         self.pipe = pipe
-        self._count = count
+        self._counts = counts
+
+    @property
+    def unasked(self) -> bool:
+        """Whether the reader came by itself last time."""
+        return bool(self._counts[1])
 
     def send(self, message: bytes) -> None:
         """Write it all; waits while the pipe is full."""
         view = memoryview(message)
         while view:
             view = view[os.write(self.pipe, view[:READ_BYTES]) :]
-            self._count[0] += 1
+            self._counts[0] += 1
 
 
 class _Child:
@@ -179,7 +187,7 @@ class _Child:
             sent = os.memfd_create("kvstrata-answers", os.MFD_CLOEXEC)
             theirs.append(sent)
             os.ftruncate(sent, mmap.PAGESIZE)
-            self._sent = map_count(sent)
+            self._counts = map_counts(sent)
             spec = msgspec.structs.replace(spec, jobs=jobs_out, answers=answers_in, bell=bell_in, sent=sent)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", WORKER_MODULE, msgspec.json.encode(spec).decode()],
@@ -199,6 +207,7 @@ class _Child:
         self.ended = False
         self.silent = False
         self.rung = False
+        self._heard = False
         self._seen = 0
         self.outbox = bytearray()
         self._context = context
@@ -216,6 +225,7 @@ class _Child:
                 break
             if gone:
                 os.close(self.bell)
+            self._heard = self._counts[0] != self._seen  # else somebody was faster
             self.silent, self.rung = gone, True
             self._context.wake()
             if gone:
@@ -225,12 +235,13 @@ class _Child:
     @property
     def news(self) -> bool:
         """Whether `fetch` would find something, as far as that can be told without a call."""
-        return self._sent[0] != self._seen or self.rung or self.silent or self.ended
+        return self._counts[0] != self._seen or self.rung or self.silent or self.ended
 
     def fetch(self) -> list[bytes]:
         """The pieces of answers that have come. Does not wait."""
         pieces: list[bytes] = []
-        self.rung, self._seen = False, self._sent[0]  # before the look: what comes later is told of again
+        heard, self._heard = self._heard, False
+        self.rung, self._seen = False, self._counts[0]  # before the look: what comes later is told of again
         while not self.ended:
             try:
                 piece = os.read(self.answers, READ_BYTES)
@@ -242,6 +253,8 @@ class _Child:
             pieces.append(piece)
             if len(piece) < READ_BYTES:
                 break  # that was all
+        if pieces:
+            self._counts[1] = not heard
         return pieces
 
     def send(self) -> None:
