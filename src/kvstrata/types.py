@@ -147,7 +147,7 @@ class ProbeDone:
     """Set when the tier failed to find out; `answers` is then all ABSENT and counts as an error of the tier."""
 
 
-class KeysDone(msgspec.Struct, frozen=True):
+class KeysDone(msgspec.Struct, frozen=True, gc=False):
     """Progress of an unfinished job: indices into `TierJob.keys`. Each index is reported at most once."""
 
     job_id: int
@@ -155,7 +155,7 @@ class KeysDone(msgspec.Struct, frozen=True):
     failed: Sequence[tuple[int, FailCause]] = ()
 
 
-class JobEnded(msgspec.Struct, frozen=True):
+class JobEnded(msgspec.Struct, frozen=True, gc=False):
     """The job touches primary no more. Comes exactly once per accepted job, after its last `KeysDone`.
 
     Keys of the job that were reported neither done nor failed count as failed with `cause`.

@@ -21,7 +21,7 @@ from kvstrata.tiers.disk.segment import padded_sum
 from kvstrata.tiers.disk.tasks import Done, Task
 from kvstrata.types import I32, I64, KEY_BYTES, FailCause, KeysRemoved, OffloadKey, TierEvent
 
-_WRITTEN_MOST = 2048
+_WRITTEN_MOST = 4096
 """Most records whose rows wait to be filled."""
 
 
@@ -190,9 +190,9 @@ class Desk:
         if self._written_count >= _WRITTEN_MOST:
             self.fill_written()
 
-    def fill_written(self) -> None:
-        """Fill the rows of what was added."""
-        if not self._written:
+    def fill_written(self, segment: int | None = None) -> None:
+        """Fill the rows of what was added, unless nothing of it lies in `segment`, if one is named."""
+        if not self._written or (segment is not None and all(each.segment != segment for each in self._written)):
             return
         written, self._written, self._written_count = self._written, [], 0
         rows = np.concatenate([each.rows for each in written])

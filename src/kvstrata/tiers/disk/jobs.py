@@ -1,7 +1,7 @@
 """What is in progress: jobs, and the operations on disk that they, reclaim, flush and purge have come to.
 
 What is made for every job or batch is a `Struct`: it is made in a tenth of the time of a dataclass. An empty list or
-set as a default is a new one for each.
+set as a default is a new one for each. They are in no circle, so the garbage collector need not know of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstrata.tiers.disk.segment import Segment
 from kvstrata.types import I64, KEY_BYTES, FailCause, JobEnded, KeysDone, OffloadKey, TierEvent, TierJob
 
 
-class Job(msgspec.Struct, eq=False):
+class Job(msgspec.Struct, eq=False, gc=False):
     """One accepted job; `left` keys are not yet reported."""
 
     job: TierJob
@@ -58,7 +58,7 @@ class Jobs:
         self._events.append(JobEnded(job.job.job_id))
 
 
-class WriteOp(msgspec.Struct, eq=False):
+class WriteOp(msgspec.Struct, eq=False, gc=False):
     """One batch on its way: chunks of a job, or a log entry (then `job` is None)."""
 
     kind: BatchKind
@@ -91,7 +91,7 @@ class WriteOp(msgspec.Struct, eq=False):
         return [self.packed[at : at + KEY_BYTES] for at in range(0, len(self.packed), KEY_BYTES)]
 
 
-class ReadOp(msgspec.Struct, eq=False):
+class ReadOp(msgspec.Struct, eq=False, gc=False):
     """One unit of a load; `places` tell which version of each key was read."""
 
     job: Job

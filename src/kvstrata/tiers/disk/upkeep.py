@@ -45,21 +45,22 @@ class Upkeep:
     @property
     def due(self) -> bool:
         """Whether there may be something to do."""
+        return self.snapshot is not None or self._wants_spare
+
+    @property
+    def _wants_spare(self) -> bool:
+        """Whether one more empty segment should come. One that is recycled is made when the last one has gone."""
         space = self._desk.space
-        return self.snapshot is not None or (
-            space.changing is None and (not space.spares or (len(space.spares) < _AHEAD and space.may_create()))
-        )
+        return space.changing is None and (not space.spares or (len(space.spares) < _AHEAD and space.may_create()))
 
     def want_spare(self) -> bool:
         """Keep one empty segment coming; False if there is none and none can come now."""
-        space = self._desk.space
-        if space.changing is not None or len(space.spares) >= _AHEAD:
+        if not self._wants_spare:
             return True
+        space, now = self._desk.space, self._desk.now()
         if space.spares:
-            if space.may_create():
-                self._create_ahead()
+            self._create_ahead(now)
             return True
-        now = self._desk.now()
         if now < self._prepare_at:
             return False
         if self._broken is not None:
@@ -77,9 +78,9 @@ class Upkeep:
             self._reclaim(victim)
         return True
 
-    def _create_ahead(self) -> None:
+    def _create_ahead(self, now: float) -> None:
         """New files take longer to make than to fill where they are small, so a few are made before they are needed."""
-        if self._broken is None and self._desk.now() >= max(self._create_at, self._prepare_at):
+        if self._broken is None and now >= max(self._create_at, self._prepare_at):
             self._prepare(self._desk.space.create(self._is_taken), created=True)
 
     def _is_taken(self, number: int) -> bool:
@@ -90,7 +91,7 @@ class Upkeep:
 
     def _reclaim(self, victim: Segment) -> None:
         desk = self._desk
-        desk.fill_written()
+        desk.fill_written(victim.number)
         victim.move(SegmentState.RECLAIMING)
         desk.space.changing = victim
         for realm, index in list(desk.indexes.items()):
@@ -106,10 +107,10 @@ class Upkeep:
     def _move_hot(self, index: Index, rows: I64, victim: Segment) -> I64:
         """Begin to move what was used since it was written; returns the rows that are dropped."""
         desk, active = self._desk, self._desk.space.active
-        room = 0 if active is None else active.size - active.cursor
-        hot, cold = split_hot(index, rows, int(min(room, victim.size * desk.settings.hot_share)))
-        if active is None or not len(hot):
+        if active is None or not index.stamp[rows].any():
             return rows
+        room = active.size - active.cursor
+        hot, cold = split_hot(index, rows, int(min(room, victim.size * desk.settings.hot_share)))
         for plan in plan_moves(index, hot, desk.space.sizes.segment_bytes - BLOCK):
             chosen = hot[plan.picks]
             if not active.has_room(plan.span) or not active.in_window(plan.span):
@@ -196,7 +197,6 @@ class Upkeep:
 
     def prepare_answered(self, op: PrepareOp, done: Done) -> None:
         """An empty segment is there, or could not be made."""
-        self._desk.fill_written()
         self._tell_departed()
         space = self._desk.space
         if not done.cause:
