@@ -77,13 +77,10 @@ class WriteOp(msgspec.Struct, eq=False, gc=False):
     tickets: Sequence[int] = ()
     dead: frozenset[OffloadKey] = frozenset()
     """Keys that were removed or purged while the batch was on its way; their rows are gone."""
+    span: int = BLOCK
+    """Bytes from this header block to the next."""
     segment: Segment | None = None
     start: int = 0
-
-    @property
-    def span(self) -> int:
-        """Bytes from this header block to the next."""
-        return BLOCK if self.plan is None else self.plan.span
 
     @property
     def keys(self) -> list[OffloadKey]:

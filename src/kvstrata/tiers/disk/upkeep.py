@@ -127,10 +127,10 @@ class Upkeep:
         op = MoveOp(index, index.key[rows], victim, old, target, start, new)
         batch = WriteOp(BatchKind.RECORDS, desk.realm, op.words.tobytes(), plan=plan)
         batch.digests = index.digest[rows].tobytes()
-        batch.lengths = lengths.tolist()
+        batch.lengths, batch.span = lengths.tolist(), plan.span
         self._moves += 1
         self._targets.add(target.number)
-        task = self._writes.batch_task(0, batch, target, start)
+        task = self._writes.batch_task(0, batch, target, start, desk.wall_us())
         desk.workers.push(MoveBatch(desk.new_task(op), victim.number, old.tolist(), task))
 
     def move_answered(self, op: MoveOp, done: Done) -> None:

@@ -43,6 +43,9 @@ class Writes:
         self.want_spare: Callable[[], bool] = lambda: False
         self.sync: Callable[[Sequence[int]], None] = lambda tickets: None
         self._bytes = 0  # queued or in flight
+        segment_bytes = desk.space.sizes.segment_bytes
+        self._largest = segment_bytes - BLOCK  # span of a batch
+        self._even_room = min(batch_room(segment_bytes), self._largest - BLOCK)
 
     # jobs
 
@@ -107,13 +110,12 @@ class Writes:
     def _queue_store(self, state: Job, picks: Sequence[int], packed: bytes, rows: I64, size: int) -> None:
         """Queue some of a job; `rows`: the reserved row of each key of the job; `size`: of each chunk, or 0."""
         job, desk = state.job, self._desk
-        largest = desk.space.sizes.segment_bytes - BLOCK
-        slots = even_slots(job.offsets, size, desk.address) if size <= largest - BLOCK else []
+        slots = even_slots(job.offsets, size, desk.address) if size <= self._largest - BLOCK else []
         plans: Sequence[BatchPlan]
         if slots:
-            plans = even_batches(picks, size, min(batch_room(desk.space.sizes.segment_bytes), largest - BLOCK))
+            plans = even_batches(picks, size, self._even_room)
         else:
-            plans = self._plan_uneven(state, picks, largest, rows)
+            plans = self._plan_uneven(state, picks, rows)
         refused: list[int] = []
         for plan in plans:
             if self._bytes and self._bytes + plan.span > desk.settings.queue_bytes:
@@ -123,15 +125,15 @@ class Writes:
         if refused:
             self._fail_writes(state, refused, rows, FailCause.REFUSED)
 
-    def _plan_uneven(self, state: Job, picks: Sequence[int], largest: int, rows: I64) -> list[BatchPlan]:
+    def _plan_uneven(self, state: Job, picks: Sequence[int], rows: I64) -> list[BatchPlan]:
         job, chosen = state.job, np.array(picks, np.int64)
         sizes = np.array(job.lengths, np.int64)[chosen]
-        large = sizes > largest - BLOCK
+        large = sizes > self._largest - BLOCK
         if large.any():
             self._fail_writes(state, chosen[large].tolist(), rows, FailCause.NO_SPACE)
             chosen, sizes = chosen[~large], sizes[~large]
         memory = np.array(job.offsets, np.int64)[chosen] + self._desk.address
-        return plan_batches(chosen, memory, sizes, largest) if len(chosen) else []
+        return plan_batches(chosen, memory, sizes, self._largest) if len(chosen) else []
 
     def _queue_batch(self, state: Job, plan: BatchPlan, packed: bytes, rows: I64, slots: list[int]) -> None:
         """`slots`: of the whole job, as `even_slots` has them."""
@@ -149,7 +151,7 @@ class Writes:
             lengths = job.lengths[first : first + 1] if slots else [job.lengths[pick] for pick in picks]
             memory = [job.offsets[pick] for pick in picks]
         op = WriteOp(BatchKind.RECORDS, self._desk.realm, packed, state, plan, own, list(lengths), list(memory))
-        op.digests = pieces(job.digests, picks)
+        op.digests, op.span = pieces(job.digests, picks), plan.span
         self.unwritten[op] = None
         self._bytes += plan.span
         self.queue.append(op)
@@ -211,10 +213,13 @@ class Writes:
 
     def place(self) -> None:
         """Give queued batches their places and hand them over, as far as there is room."""
+        if not self.queue:
+            return
+        wall_us = self._desk.wall_us()
         while self.queue:
             op = self.queue[0]
             span = op.span
-            segment = self._segment_for(span)
+            segment = self._segment_for(span, wall_us)
             if segment is None:
                 if not self.want_spare():
                     self.fail_all(self.space_cause)
@@ -222,33 +227,33 @@ class Writes:
             if not segment.in_window(span):
                 return  # an answer is due that makes room in the window
             self.queue.popleft()
-            self._write(op, segment)
+            self._write(op, segment, wall_us)
 
-    def _segment_for(self, span: int) -> Segment | None:
+    def _segment_for(self, span: int, wall_us: int) -> Segment | None:
         space = self._desk.space
         if space.active is not None:
             if space.active.has_room(span):
                 return space.active
             if not space.spares:
                 return None
-            self._end_segment(space.active)
+            self._end_segment(space.active, wall_us)
         return space.promote()
 
-    def _end_segment(self, segment: Segment) -> None:
+    def _end_segment(self, segment: Segment, wall_us: int) -> None:
         """Tell a later scan that nothing follows, if there is room to say so."""
         if segment.has_room(BLOCK):
             op = WriteOp(BatchKind.END, self._desk.realm)
             self._bytes += op.span
-            self._write(op, segment)
+            self._write(op, segment, wall_us)
 
-    def _write(self, op: WriteOp, segment: Segment) -> None:
+    def _write(self, op: WriteOp, segment: Segment, wall_us: int) -> None:
         op.segment, op.start = segment, segment.place(op.span)
-        task = self.batch_task(self._desk.new_task(op), op, segment, op.start)
+        task = self.batch_task(self._desk.new_task(op), op, segment, op.start, wall_us)
         if op.job is not None:
             op.job.tasks.add(task.task_id)
         self._desk.workers.push(task)
 
-    def batch_task(self, task_id: int, op: WriteOp, segment: Segment, start: int) -> WriteBatch:
+    def batch_task(self, task_id: int, op: WriteOp, segment: Segment, start: int, wall_us: int) -> WriteBatch:
         """The task that writes a batch at its place."""
         plan = op.plan
         count = len(op.packed) // KEY_BYTES
@@ -264,7 +269,7 @@ class Writes:
             int(op.kind),
             op.realm.namespace,
             op.realm.layout_tag,
-            self._desk.wall_us(),
+            wall_us,
             op.packed,
             places,
             op.lengths or [0] * count,
