@@ -110,8 +110,8 @@ def test_the_calls_of_a_store(rig: Rig) -> None:
     batches = rig.batches
     alone = rig.store([0])
     assert tasks_of(rig, "WriteBatch") == batches
-    assert alone <= 284 + 78 * batches
-    assert rig.store(range(1, 17)) <= 48 + 73 * batches
+    assert alone <= 310 + 52 * batches
+    assert rig.store(range(1, 17)) <= 48 + 58 * batches
 
 
 def test_the_calls_of_a_load(rig: Rig) -> None:
@@ -139,4 +139,4 @@ def test_a_store_that_looks_at_each_key_is_found(rig: Rig, monkeypatch: pytest.M
         plain(self, state, *others)
 
     monkeypatch.setattr(Writes, "submit_new", looks)
-    assert rig.store(range(16)) > 48 + 73 * rig.batches
+    assert rig.store(range(16)) > 48 + 58 * rig.batches

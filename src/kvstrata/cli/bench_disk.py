@@ -77,6 +77,7 @@ class Pass:
     cpu_s: float = 0.0
     thread_s: float = 0.0
     submit_s: float = 0.0
+    poll_s: float = 0.0
     chunks: int = 0
 
 
@@ -236,16 +237,20 @@ class Bench:
         for job in jobs:
             submit(job)
         submitted = _thread_seconds() - thread
-        self._wait({job.job_id for job in jobs}, len(keys))
+        polled = self._wait({job.job_id for job in jobs}, len(keys))
         seconds = self._clock.monotonic() - begin
         gbps = len(keys) * chunk / seconds / 1e9
-        return Pass(gbps, self._cpu() - cpu, _thread_seconds() - thread, submitted, len(keys))
+        return Pass(gbps, self._cpu() - cpu, _thread_seconds() - thread, submitted, polled, len(keys))
 
-    def _wait(self, jobs: set[int], expected: int = 0) -> None:
-        done = 0
+    def _wait(self, jobs: set[int], expected: int) -> float:
+        """Poll until all have ended; returns the CPU seconds of the thread in the polls."""
+        done, polled = 0, 0.0
         while True:
             self._signal.clear()
-            for event in self.tier.poll():
+            begin = _thread_seconds()
+            events = self.tier.poll()
+            polled += _thread_seconds() - begin
+            for event in events:
                 if isinstance(event, KeysDone):
                     done += len(event.done)
                 elif isinstance(event, JobEnded):
@@ -255,6 +260,7 @@ class Bench:
             self._signal.wait(10.0)
         if done != expected:
             raise CapacityError(f"only {done} of {expected} chunks of {self.chunk} bytes worked: {self._failures()}")
+        return polled
 
     def _failures(self) -> dict[FailCause, int]:
         return self.tier.statistics().failures
@@ -334,6 +340,7 @@ def _row(
             row[f"{name}_cpu_us_per_chunk"] = _median(extra)
             row[f"{name}_engine_us_per_chunk"] = _median([each.thread_s / each.chunks * 1e6 for each in ours])
             row[f"{name}_submit_us_per_chunk"] = _median([each.submit_s / each.chunks * 1e6 for each in ours])
+            row[f"{name}_poll_us_per_chunk"] = _median([each.poll_s / each.chunks * 1e6 for each in ours])
     row["buffered"] = not direct
     return row
 

@@ -24,7 +24,8 @@ class Job(msgspec.Struct, eq=False, gc=False):
 
     job: TierJob
     left: int
-    tasks: set[int] = set()
+    tasks: list[int] = []
+    """All that it has come to, also those that have ended."""
     cancelled: bool = False
 
 

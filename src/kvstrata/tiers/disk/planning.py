@@ -76,12 +76,12 @@ def even_slots(offsets: Sequence[int], size: int, address: int) -> list[int]:
 
     Empty if one is not straight (see `is_straight`). `address`: of what the offsets count from.
     """
-    first, slots = offsets[0], list(offsets)
+    first = offsets[0]
     if size < BLOCK or (size | first | address) % SECTOR:
         return []
-    if slots == list(range(first, first + size * len(slots), size)):
+    if all(map(operator.eq, offsets, range(first, first + size * len(offsets), size))):
         return [first]
-    return [] if functools.reduce(operator.or_, slots) % SECTOR else slots
+    return [] if functools.reduce(operator.or_, offsets) % SECTOR else list(offsets)
 
 
 def part_of_slots(slots: list[int], size: int, begin: int, end: int) -> list[int]:

@@ -71,7 +71,7 @@ class Reads:
         segment.readers += 1
         places = [place]
         task_id = desk.new_task(ReadOp(state, [0], segment, places))
-        state.tasks.add(task_id)
+        state.tasks.append(task_id)
         desk.workers.push(ReadUnit(task_id, home, places, [length], [memory], digest, desk.settings.verify, straight))
         return True
 
@@ -95,7 +95,7 @@ class Reads:
             segment, numbers = desk.space.segments[homes[a]], places[a:b]
             segment.readers += 1
             task_id = desk.new_task(ReadOp(state, range(a, b), segment, numbers))
-            state.tasks.add(task_id)
+            state.tasks.append(task_id)
             own = digests[a * DIGEST_BYTES : b * DIGEST_BYTES]
             memory = part_of_slots(slots, size, a, b)
             desk.workers.push(ReadEven(task_id, homes[a], size, numbers, memory, own, verify))
@@ -117,13 +117,12 @@ class Reads:
                 desk.new_task(op), unit.segment, numbers, lengths[chosen].tolist(), memory[chosen].tolist(),
                 digests[chosen].tobytes(), desk.settings.verify, unit.straight,
             )  # fmt: skip
-            state.tasks.add(task.task_id)
+            state.tasks.append(task.task_id)
             desk.workers.push(task)
 
     def answered(self, op: ReadOp, done: Done) -> None:
         """A unit was read, in whole, in part or not at all."""
         op.segment.readers -= 1
-        op.job.tasks.discard(done.task_id)
         if done.cause:
             self._writes.fail(op.job, op.picks, FailCause(done.cause))
         elif not done.failed:

@@ -168,8 +168,8 @@ class Writes:
         for op in [op for op in self.queue if op.job is state and not self._is_awaited(op)]:
             self.queue.remove(op)
             self._end(op, Done(0, FailCause.CANCELLED))
-        ops = {task: self._desk.ops.get(task) for task in state.tasks}
-        skip = [task for task, op in ops.items() if not (isinstance(op, WriteOp) and self._is_awaited(op))]
+        ops = [(task, self._desk.ops[task]) for task in state.tasks if task in self._desk.ops]
+        skip = [task for task, op in ops if not (isinstance(op, WriteOp) and self._is_awaited(op))]
         self._desk.workers.forget(skip)
 
     def _is_awaited(self, op: WriteOp) -> bool:
@@ -250,7 +250,7 @@ class Writes:
         op.segment, op.start = segment, segment.place(op.span)
         task = self.batch_task(self._desk.new_task(op), op, segment, op.start, wall_us)
         if op.job is not None:
-            op.job.tasks.add(task.task_id)
+            op.job.tasks.append(task.task_id)
         self._desk.workers.push(task)
 
     def batch_task(self, task_id: int, op: WriteOp, segment: Segment, start: int, wall_us: int) -> WriteBatch:
@@ -288,18 +288,16 @@ class Writes:
 
     def answered(self, op: WriteOp, done: Done) -> None:
         """A batch was written, or not."""
-        segment = op.segment
-        if segment is not None:
-            segment.finish(op.start, not done.cause)
-            if op.job is not None:
-                op.job.tasks.discard(done.task_id)
+        if op.segment is not None:
+            op.segment.finish(op.start, not done.cause)
         self._end(op, done)
 
     def _end(self, op: WriteOp, done: Done) -> None:
         self._bytes -= op.span
-        if op.job is not None and op.plan is not None and op.rows is not None:
+        job, plan, rows = op.job, op.plan, op.rows
+        if job is not None and plan is not None and rows is not None:
             del self.unwritten[op]
-            self._end_store(op, op.job, op.plan, op.rows, done)
+            self._end_store(op, job, plan, rows, done)
         elif op.tickets:
             if done.cause or self._desk.leaving:
                 self._desk.events.extend(Flushed(ticket, ok=False) for ticket in op.tickets)
