@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from kvstrata.errors import ConfigError, StateError
-from kvstrata.runtime.clock import SystemClock
+from kvstrata.runtime.clock import SystemClock, thread_cpu_s
 from kvstrata.runtime.executor import YIELD_BY, Signal, ThreadExecutor, Worker, make_lock
 
 LONG = 30.0
@@ -148,3 +148,11 @@ def test_the_system_clock_never_goes_back() -> None:
     first, second = clock.monotonic(), clock.monotonic()
     assert second >= first
     assert clock.wall() > 1.6e9
+
+
+def test_cpu_time_of_the_thread_passes_with_work_and_is_told_at_once() -> None:
+    begin = now = thread_cpu_s()
+    for _ in range(1000):
+        before, now = now, thread_cpu_s()
+        assert now >= before
+    assert now > begin

@@ -27,7 +27,7 @@ import typer
 from kvstrata.cli.bench_peers import find_vllm, fio_check, fio_gbps, fio_is_there, vllm_figures
 from kvstrata.errors import CapacityError, ConfigError
 from kvstrata.primary.region import SharedRegion
-from kvstrata.runtime.clock import SystemClock
+from kvstrata.runtime.clock import SystemClock, thread_cpu_s
 from kvstrata.runtime.executor import Signal, ThreadExecutor
 from kvstrata.tiers.base import TierContext
 from kvstrata.tiers.disk import DiskTier
@@ -232,24 +232,24 @@ class Bench:
         submit = self.tier.submit_load if load else self.tier.submit_store
         gc.collect()
         gc.freeze()
-        cpu, thread = self._cpu(), _thread_seconds()
+        cpu, thread = self._cpu(), thread_cpu_s()
         begin = self._clock.monotonic()
         for job in jobs:
             submit(job)
-        submitted = _thread_seconds() - thread
+        submitted = thread_cpu_s() - thread
         polled = self._wait({job.job_id for job in jobs}, len(keys))
         seconds = self._clock.monotonic() - begin
         gbps = len(keys) * chunk / seconds / 1e9
-        return Pass(gbps, self._cpu() - cpu, _thread_seconds() - thread, submitted, polled, len(keys))
+        return Pass(gbps, self._cpu() - cpu, thread_cpu_s() - thread, submitted, polled, len(keys))
 
     def _wait(self, jobs: set[int], expected: int) -> float:
         """Poll until all have ended; returns the CPU seconds of the thread in the polls."""
         done, polled = 0, 0.0
         while True:
             self._signal.clear()
-            begin = _thread_seconds()
+            begin = thread_cpu_s()
             events = self.tier.poll()
-            polled += _thread_seconds() - begin
+            polled += thread_cpu_s() - begin
             for event in events:
                 if isinstance(event, KeysDone):
                     done += len(event.done)
@@ -280,11 +280,6 @@ class Bench:
         self._view[:] = 0
         self.load(keys)
         return bool((self._view == wanted).all())
-
-
-def _thread_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_THREAD)
-    return used.ru_utime + used.ru_stime
 
 
 def _median(values: Sequence[float]) -> float:

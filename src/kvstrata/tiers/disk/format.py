@@ -114,6 +114,8 @@ class BatchKind(enum.IntEnum):
     END = 4  # nothing follows in this segment
 
 
+CARRYING = (BatchKind.RECORDS, BatchKind.REMOVE)
+"""Kinds of batch that carry records."""
 _KINDS = frozenset(map(int, BatchKind))
 _RECORDS = int(BatchKind.RECORDS)
 

@@ -16,6 +16,7 @@ from itertools import islice
 from kvstrata.tiers.disk.calls import Call, CallQueue
 from kvstrata.tiers.disk.format import (
     BLOCK,
+    CARRYING,
     RESYNC_BYTES,
     BatchKind,
     Reject,
@@ -32,7 +33,7 @@ Handles = dict[int, tuple[int, SegmentHeader, int]]
 _WINDOW = 1 << 20
 _HAND_OVER = 8
 """Blocks that are asked for in one system call: the disk works on them while the next answers are looked at."""
-_CARRIES = frozenset(map(int, (BatchKind.RECORDS, BatchKind.REMOVE)))
+_CARRIES = frozenset(map(int, CARRYING))
 _END = int(BatchKind.END)
 
 

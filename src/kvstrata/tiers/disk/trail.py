@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvstrata.tiers.disk.format import (
     BLOCK,
+    CARRYING,
     HEAD_BYTES,
     RECORD_BYTES,
     RECORD_DTYPE,
@@ -34,7 +35,7 @@ BATCH_DTYPE = np.dtype(
      ("count", "<u2"), ("kind", "u1")],
 )  # fmt: skip
 """One row per batch: its head, and which of the segment's records are its own (`count` of them, from `first` on)."""
-_CARRIES = np.isin(np.arange(256), [BatchKind.RECORDS, BatchKind.REMOVE])
+_CARRIES = np.isin(np.arange(256), CARRYING)
 _OWN_BYTES = 1 << 16
 RAW_RECORD = f"V{RECORD_BYTES}"
 """A record that is copied as it is, and not field by field."""
