@@ -28,13 +28,13 @@ from kvstrata.tiers.disk.tasks import Done, Load, Prepare, ReadEven, ReadUnit, S
 from kvstrata.tiers.disk.work import UNIT_BYTES, Steps, Workshop
 from kvstrata.types import FailCause
 
-_PIECE_BYTES = UNIT_BYTES + BLOCK
-_STORE_BYTES = (4 << 20) + BLOCK
-"""Most bytes of one store call while no load is about: a disk spends less on few long calls."""
+_LONG_BYTES = (4 << 20) + BLOCK
+"""Most bytes of one call, of a store while no load is about: a disk spends less on few long calls."""
 _SMALL_BYTES = 1 << 18
 """Most bytes of one store call while loads are about."""
+_FILL_BYTES = UNIT_BYTES + BLOCK
 _FRESH_BYTES = 1 << 19
-"""The same where the file is new: each call waits for the file system."""
+"""The same where the file is new, without loads and with: each call waits for the file system."""
 _FEW_BYTES = 1 << 16
 """Of loads up to this size twice as many may be at the disk: their calls end in bursts."""
 _GROW_BYTES = 4 << 20
@@ -135,7 +135,7 @@ class IoLoop:
         self._writes = _Lane()
         self._allowed = write_depth
         self._clock = clock
-        self._room = StoreRoom(write_depth * _STORE_BYTES)
+        self._room = StoreRoom(write_depth * _LONG_BYTES)
         self._written = 0  # bytes that were stored since a look at the clock
         self._stored = 0  # bytes since a store call more was allowed
         self._pieces: dict[int, tuple[_Flight, int, int]] = {}
@@ -314,9 +314,9 @@ class IoLoop:
 
     def _hand_over(self) -> None:
         """Fill the disk up with what may go."""
-        moved = self._submit(self._reads, self._width, _PIECE_BYTES)
+        moved = self._submit(self._reads, self._width, _LONG_BYTES)
         depth = self._depth
-        moved |= self._submit(self._writes, depth, _STORE_BYTES if depth == self._write_depth else _SMALL_BYTES)
+        moved |= self._submit(self._writes, depth, _LONG_BYTES if depth == self._write_depth else _SMALL_BYTES)
         if moved:
             self._queue.submit()
 
@@ -394,7 +394,7 @@ class IoLoop:
         lane.making = None
         lane.out += 1
         self._beside[task.task_id] = making.call.size
-        piece = _FRESH_BYTES if self._careful else _PIECE_BYTES
+        piece = _FRESH_BYTES if self._careful else _FILL_BYTES
         self._aside(task, functools.partial(self._workshop.finish, task, making.steps, making.call, piece))
         return True
 
