@@ -160,20 +160,23 @@ def test_loads_go_first_and_one_small_store_call_beside_them() -> None:
 
 
 def test_stores_find_back_to_their_depth_with_what_they_store_after_a_load() -> None:
-    rig = Rig(write_depth=4)
+    rig = Rig(write_depth=8)
     rig.store(0)
     rig.loop.push(rig.read(10))
     rig.finish()
-    for number in range(1, 8):
-        rig.loop.push(rig.write(number))
-    depths = []
+    for again in range(72):
+        rig.loop.push(msgspec.structs.replace(rig.write(again % 8), task_id=again))
+    depths, sizes = [], []
     rig.turn()
     while rig.queue.at_disk:
         depths.append(len(rig.queue.at_disk))
+        sizes.append(rig.queue.at_disk[0][3])
         rig.queue.end()
         rig.turn()
-    assert depths[:16] == [1] * 16  # four mebibytes in quarters before one more is allowed
-    assert max(depths) == 2
+    # Quarters of a mebibyte: of every four mebibytes twice as many at once.
+    assert [depths[at] for at in (0, 15, 16, 31, 32, 47, 48, 160)] == [1, 1, 2, 2, 4, 4, 8, 8]
+    assert set(sizes[:192]) == {MIB // 4}
+    assert set(sizes[200:]) == {MIB}
 
 
 def test_calls_at_the_disk_and_stores_made_ready_are_bounded() -> None:

@@ -1,9 +1,9 @@
 """One thread that keeps many calls at the disk: tasks begin, calls end, and what a task does between runs here.
 
 Loads go before stores. While a load waits or is at the disk, one store call may be there too, and a short one, so that
-a load never waits for more than that; every `_GROW_BYTES` that are stored with no load about allow one more, up to the
-write depth. So of loads that come one by one the next does not find the disk full of writes. Without loads calls are
-long, and at the disk is at most what it writes in a short time (`store_room`).
+a load never waits for more than that; then, with every `_GROW_BYTES` that are stored with no load about, twice as many
+up to the write depth. So of loads that come one by one the next does not find the disk full of writes. After
+`_CALM_BYTES` calls are long, and at the disk is at most what it writes in a short time (`store_room`).
 
 What waits for the device goes aside: segments are prepared and made durable there, and batches written for the first
 time, for which the file system has to mark their blocks as written. They count for the write depth as others do.
@@ -38,6 +38,7 @@ _FRESH_BYTES = 1 << 19
 _FEW_BYTES = 1 << 16
 """Of loads up to this size twice as many may be at the disk: their calls end in bursts."""
 _GROW_BYTES = 4 << 20
+_CALM_BYTES = 48 << 20
 _WORK_BYTES = 1 << 19
 """So many bytes are checked between two looks at what has ended and what has come."""
 _READY_BYTES = 16 << 20
@@ -133,11 +134,10 @@ class IoLoop:
         self._write_depth = write_depth
         self._reads = _Lane()
         self._writes = _Lane()
-        self._allowed = write_depth
         self._clock = clock
         self._room = StoreRoom(write_depth * _LONG_BYTES)
         self._written = 0  # bytes that were stored since a look at the clock
-        self._stored = 0  # bytes since a store call more was allowed
+        self._stored = _CALM_BYTES  # bytes since a load was about
         self._pieces: dict[int, tuple[_Flight, int, int]] = {}
         self._next_tag = 0
         self._forgotten: set[int] = set()
@@ -166,7 +166,7 @@ class IoLoop:
         """Queue a task; `turn` must follow."""
         if isinstance(task, Load):
             self._push_load(task)
-            self._allowed, self._stored = 1, 0
+            self._stored = 0
         elif isinstance(task, Prepare | Sync | SelfTest):
             self._aside(task, functools.partial(self._workshop.run, task))
         else:
@@ -254,10 +254,8 @@ class IoLoop:
             self._grow(size)
 
     def _grow(self, size: int) -> None:
-        if not self.follow(load=True) and self._allowed < self._write_depth:
+        if self._stored < _CALM_BYTES and not self.follow(load=True):
             self._stored += size
-            if self._stored >= _GROW_BYTES:
-                self._allowed, self._stored = self._allowed + 1, 0
 
     def ended_aside(self, done: Done) -> bool:
         """A task that went aside has ended; whether it was a store, as opposed to what others wait for."""
@@ -310,13 +308,12 @@ class IoLoop:
     @property
     def _depth(self) -> int:
         """How many stores may be at the disk now."""
-        return 1 if self.follow(load=True) else self._allowed
+        return 1 if self.follow(load=True) else min(self._write_depth, 1 << self._stored // _GROW_BYTES)
 
     def _hand_over(self) -> None:
         """Fill the disk up with what may go."""
         moved = self._submit(self._reads, self._width, _LONG_BYTES)
-        depth = self._depth
-        moved |= self._submit(self._writes, depth, _LONG_BYTES if depth == self._write_depth else _SMALL_BYTES)
+        moved |= self._submit(self._writes, self._depth, _SMALL_BYTES if self._careful else _LONG_BYTES)
         if moved:
             self._queue.submit()
 
@@ -401,7 +398,7 @@ class IoLoop:
     @property
     def _careful(self) -> bool:
         """Whether loads are about, or were a moment ago."""
-        return self._allowed < self._write_depth or self.follow(load=True)
+        return self._stored < _CALM_BYTES or self.follow(load=True)
 
     def _open(self, flight: _Flight) -> None:
         flight.lane.open.append(flight)
