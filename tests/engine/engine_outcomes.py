@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_kit import prompt as fresh
-from engine_scenes import abort_in, pause
+from engine_scenes import abort_in, hold_tier, pause
 
 from kvstrata.types import FailCause, JobEnded, KeysDone, TierJob
 
@@ -85,22 +85,21 @@ def not_from_that_tier(host: Any, asked: list[int]) -> None:
 
 def impatient(host: Any, asked: list[int]) -> None:
     """On the tier only, and the client waits a millionth of a second."""
-    _evict(host)
-    _serve(host, asked, {"wait_s": 1e-6})
+    _serve_stalled(host, asked, 1e-6)
 
 
 def tier_stalls(host: Any, asked: list[int]) -> None:
     """The tier takes the load and brings nothing."""
+    _serve_stalled(host, asked, 0.2)
+
+
+def _serve_stalled(host: Any, asked: list[int], wait_s: float) -> None:
     _evict(host)
-    tier = host.side.stack.tiers[0].tier
-    real, kept = tier.submit_load, []
-    tier.submit_load = kept.append
+    release = hold_tier(host, "fetching")
     try:
-        _serve(host, asked, {"wait_s": 0.2})
+        _serve(host, asked, {"wait_s": wait_s})
     finally:
-        tier.submit_load = real
-        for job in kept:
-            real(job)
+        release()
 
 
 def _failing(host: Any, asked: list[int], cause: FailCause) -> None:

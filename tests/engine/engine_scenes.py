@@ -19,7 +19,7 @@ def abort_in(host: Any, state: str, prompt: list[int]) -> str:
     side, scheduler = host.side, host.scheduler
     held: list[Callable[[], None]] = []
     if state in ("resolving", "fetching"):
-        held.append(_hold_tier(host, state))
+        held.append(hold_tier(host, state))
     if state == "loading":
         held.append(_hold_loads(host))
     if state == "ready":
@@ -68,7 +68,7 @@ def _state(host: Any, name: str) -> str:
     return str(host.side.stack.driver.call(core_state))
 
 
-def _hold_tier(host: Any, state: str) -> Callable[[], None]:
+def hold_tier(host: Any, state: str) -> Callable[[], None]:
     """Keep probes from being answered (resolving), or loads from being made (fetching)."""
     import numpy as np
 
@@ -90,6 +90,11 @@ def _hold_tier(host: Any, state: str) -> Callable[[], None]:
             real_load(job)
 
     return let_go
+
+
+def stall(host: Any) -> None:
+    """Let the tier take loads and bring nothing, until the host heals."""
+    host.undo.append(hold_tier(host, "fetching"))
 
 
 def _hold_loads(host: Any) -> Callable[[], None]:

@@ -88,8 +88,10 @@ def test_what_a_client_may_narrow(engine: Engine) -> None:
     assert one(engine, tokens, params={"kvstrata": {"load_tiers": ["disk"]}})["cached"] > 0
     engine.reset()
     engine.drop_primary()
+    engine.call(module="engine_scenes", function="stall", arguments={})  # what came in time would be taken
     assert one(engine, tokens, params={"kvstrata": {"wait_s": 1e-6}})["cached"] == 0
     assert engine.stories()[0]["cause"] == "clock"
+    engine.heal()
     engine.reset()
     assert one(engine, tokens, params={"kvstrata": {"nonsense": 1}})["cached"] > 0
     assert "nonsense" in engine.stories()[0]["note"]
