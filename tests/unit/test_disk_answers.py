@@ -6,7 +6,7 @@ import fcntl
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +72,35 @@ class Pipes:
         self._heard = bool(select.select([self._answers], [], [], 0)[0])
         return rings
 
+    def busy(
+        self, ticks: int, tick_s: float, *, answer: int, look: tuple[int, int], alone: Callable[[int], bool]
+    ) -> tuple[list[int], int]:
+        """An engine that looks by itself, in ticks `n % look[0] == look[1]`, beside an answer every so many ticks.
+
+        Returns the tasks whose answers it has seen, and how often it was rung for.
+        """
+        seen, rings = [], 0
+        for tick in range(ticks):
+            if tick % answer == 0:
+                self.loop.more = not alone(tick)
+                self.report()
+            self.flush()
+            if tick % look[0] == look[1]:
+                seen += self.fetch()
+                rings += self.rings()
+            self.clock.advance(tick_s)
+        return seen, rings
+
+    def seconds_until_rung(self) -> float:
+        """From an answer on, with nobody who looks."""
+        self.report()
+        waited, rest = 0.0, self.flush()
+        while not self.rings():
+            waited += rest
+            self.clock.advance(rest)
+            rest = self.flush()
+        return waited
+
     def close(self) -> None:
         for end in self._ends:
             os.close(end)
@@ -121,57 +150,29 @@ def test_the_answer_of_the_last_load_does_not_wait_for_other_work(pipes: Pipes) 
 
 
 def test_an_engine_that_looks_by_itself_is_not_rung_for(pipes: Pipes) -> None:
-    seen, rings = [], 0
-    for tick in range(1000):  # a quarter of a millisecond each; the engine looks every two and a half
-        pipes.report()
-        pipes.flush()
-        if tick % 10 == 6:
-            seen += pipes.fetch()
-            rings += pipes.rings()
-        pipes.clock.advance(_HOLD_S / 4)
+    # A quarter of a millisecond each; the engine looks every two and a half.
+    seen, rings = pipes.busy(1000, _HOLD_S / 4, answer=1, look=(10, 6), alone=lambda tick: False)
     assert rings <= 1
     assert seen == list(range(1, len(seen) + 1))
     assert len(seen) > 980
 
 
 def test_an_engine_that_looks_by_itself_is_not_rung_for_when_answers_are_few(pipes: Pipes) -> None:
-    seen, rings = [], 0
-    for tick in range(400):  # half a millisecond each; an answer every six, now and then alone, a look every one
-        if tick % 12 == 0:
-            pipes.loop.more = tick % 48 != 24
-            pipes.report()
-        pipes.flush()
-        if tick % 2 == 1:
-            seen += pipes.fetch()
-            rings += pipes.rings()
-        pipes.clock.advance(_HOLD_S / 2)
+    # Half a millisecond each; an answer every six, now and then alone, a look every one.
+    seen, rings = pipes.busy(400, _HOLD_S / 2, answer=12, look=(2, 1), alone=lambda tick: tick % 48 == 24)
     assert rings <= 1
     assert seen == list(range(1, 35))
 
 
 def test_an_engine_that_always_looks_by_itself_has_time_for_answers_that_come_alone(pipes: Pipes) -> None:
-    seen, rings = [], 0
-    for tick in range(400):  # half a millisecond each; an answer every five, most of them alone, a look every four
-        if tick % 5 == 0:
-            pipes.loop.more = tick < 100
-            pipes.report()
-        pipes.flush()
-        if tick % 4 == 3:
-            seen += pipes.fetch()
-            rings += pipes.rings()
-        pipes.clock.advance(_HOLD_S / 2)
+    # Half a millisecond each; an answer every two and a half, most of them alone, a look every two.
+    seen, rings = pipes.busy(400, _HOLD_S / 2, answer=5, look=(4, 3), alone=lambda tick: tick >= 100)
     assert rings <= 1
     assert seen == list(range(1, 81))
     pipes.clock.advance(1.0)
     waits = []
     for _ in range(3):  # it sleeps now: that is noticed once
-        pipes.report()
-        waited, rest = 0.0, pipes.flush()
-        while not pipes.rings():
-            waited += rest
-            pipes.clock.advance(rest)
-            rest = pipes.flush()
-        waits.append(waited)
+        waits.append(pipes.seconds_until_rung())
         pipes.fetch()
     assert waits == pytest.approx([_HOLD_BELL_S, 0.0, 0.0])
 
@@ -202,13 +203,7 @@ def test_an_engine_that_looks_by_itself_no_more_is_rung_for_late_only_once(pipes
     pipes.loop.more = False
     waits = []
     for _ in range(3):
-        pipes.report()
-        waited, rest = 0.0, pipes.flush()
-        while not pipes.rings():
-            waited += rest
-            pipes.clock.advance(rest)
-            rest = pipes.flush()
-        waits.append(waited)
+        waits.append(pipes.seconds_until_rung())
         assert pipes.fetch()
     assert waits == pytest.approx([_HOLD_S, 0.0, 0.0])
 
