@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_kit import prompt as fresh
-from engine_scenes import abort_in, hold_tier, pause
+from engine_scenes import abort_in, hold_tier, keep_loads, pause
 
 from kvstrata.types import FailCause, JobEnded, KeysDone, TierJob
 
@@ -171,9 +171,7 @@ def switched_off(host: Any, asked: list[int]) -> None:
 def reset_meanwhile(host: Any, asked: list[int]) -> None:
     """The content was reset while the request waited for the tier."""
     _evict(host)
-    tier = host.side.stack.tiers[0].tier
-    real, kept = tier.submit_load, []
-    tier.submit_load = kept.append
+    kept, let_go = keep_loads(host)
     try:
         host.add(asked, tokens=1)
         for _ in range(200):
@@ -182,9 +180,7 @@ def reset_meanwhile(host: Any, asked: list[int]) -> None:
                 break
         host.reset(connector=True)
     finally:
-        tier.submit_load = real
-        for job in kept:
-            real(job)
+        let_go()
     host.run_out()
 
 

@@ -81,15 +81,22 @@ def hold_tier(host: Any, state: str) -> Callable[[], None]:
             tier.tier.probe = real
 
         return release
-    real_load, kept = tier.tier.submit_load, []
-    tier.tier.submit_load = kept.append
+    return keep_loads(host)[1]
+
+
+def keep_loads(host: Any) -> tuple[list[Any], Callable[[], None]]:
+    """Keep what the tier is to load, in a list; and what hands it over."""
+    tier = host.side.stack.tiers[0].tier
+    real, kept = tier.submit_load, []
+    tier.submit_load = kept.append
 
     def let_go() -> None:
-        tier.tier.submit_load = real_load
-        for job in kept:
-            real_load(job)
+        with host.side.stack.driver._lock:  # a tier is called by one thread at a time
+            tier.submit_load = real
+            for job in kept:
+                type(tier).submit_load(tier, job)  # handed over before: if struck by now it cannot refuse it
 
-    return let_go
+    return kept, let_go
 
 
 def stall(host: Any) -> None:
@@ -217,6 +224,7 @@ def _everything(host: Any, prompt: list[int], number: int, seen: Striker) -> dic
     """Requests that store, load from the tier, and are aborted, one while the tier reads; counters; a reset."""
     from engine_kit import prompt as fresh
 
+    host.side._alarms_due = -math.inf  # what is looked at every ten seconds is due with the first step
     host.generate([fresh(300, seed=2000 + number)])
     _hand_over(host)
     _evict(host)
@@ -227,7 +235,6 @@ def _everything(host: Any, prompt: list[int], number: int, seen: Striker) -> dic
     host.abort([name])
     host.run_out()
     _abort_while_the_tier_reads(host, prompt, seen)
-    host.side._alarms_due = -math.inf  # what is looked at every ten seconds is due
     host.metrics()
     host.reset(connector=True)
     return answer
@@ -237,9 +244,7 @@ def _abort_while_the_tier_reads(host: Any, prompt: list[int], seen: Striker) -> 
     """The one thing that has a job cancelled, with a read that cannot end first; nothing happens if none begins."""
     _evict(host)
     host.reset()
-    tier = host.side.stack.tiers[0].tier
-    real, kept = tier.submit_load, []
-    tier.submit_load = kept.append
+    kept, let_go = keep_loads(host)
     name = host.add(prompt)
     while not kept and _internal(host, name) is not None:
         host.step()
@@ -249,9 +254,7 @@ def _abort_while_the_tier_reads(host: Any, prompt: list[int], seen: Striker) -> 
         if _times(seen, "guard.cancel") > cancels:
             break
         pause(0.02)
-    tier.submit_load = real
-    for job in kept:
-        type(tier).submit_load(tier, job)  # it was handed over before: a struck method cannot refuse it now
+    let_go()
     host.run_out()
 
 
