@@ -208,11 +208,11 @@ def test_without_loads_store_calls_are_long_and_beside_them_short() -> None:
     rig.store(0)
     rig.loop.push(rig.write(1, 6 * MIB))
     rig.turn()
-    assert [size for _, _, _, size in rig.queue.at_disk] == [4 * MIB + 4096, 2 * MIB]
+    assert [size for _, _, _, size in rig.queue.at_disk] == [MIB + 4096] * 4
     rig.loop.push(rig.read(9))
     rig.loop.push(rig.write(0, MIB))
-    rig.queue.end()
-    rig.queue.end()
+    for _ in range(4):
+        rig.queue.end()
     rig.turn()
     assert [(call.write, size) for _, call, _, size in rig.queue.at_disk] == [(False, MIB - 4096), (True, MIB // 4)]
     rig.finish()
@@ -258,14 +258,50 @@ def test_the_first_call_for_an_idle_disk_goes_alone_and_others_together() -> Non
     rig.store(0)
     rig.queue.handed_over.clear()
     for number in range(16):
-        rig.loop.push(rig.read(10 + number))
+        rig.loop.push(rig.read(10 + number, size=32_768))
     rig.loop.turn()
-    assert rig.queue.handed_over == [1, 7, 8]
+    assert rig.queue.handed_over == [1, 8, 7]
     for number in range(16, 20):
         rig.loop.push(rig.read(10 + number, size=32_768))
     rig.queue.handed_over.clear()
     rig.loop.turn()
     assert rig.queue.handed_over == [4]
+
+
+def test_long_calls_go_by_ones_and_twos_so_that_the_kernel_does_not_join_them() -> None:
+    rig = Rig()
+    rig.store(0)
+    rig.queue.handed_over.clear()
+    for number in range(6):
+        rig.loop.push(rig.read(10 + number))
+    rig.loop.turn()
+    assert rig.queue.handed_over == [1, 2, 2, 1]
+    rig.finish()
+    rig.queue.handed_over.clear()
+    rig.loop.push(rig.write(0, 6 * MIB))
+    rig.finish()
+    assert set(rig.queue.handed_over) == {1}
+
+
+def test_the_last_loads_are_not_all_at_the_disk_at_once() -> None:
+    """A disk that reports all that it has at once: what is verified after the last call must be little."""
+    rig = Rig(width=64)
+    rig.store(0)
+    for number in range(80):
+        rig.loop.push(rig.read(10 + number))
+    bursts = []
+    rig.loop.turn()
+    while rig.loop.busy:
+        while rig.loop.turn():
+            pass
+        bursts.append(len(rig.queue.at_disk))
+        assert bursts[-1] <= max(8, 80 - sum(bursts))
+        for _ in range(bursts[-1]):
+            rig.queue.end()
+    assert len(rig.answers) == 80
+    assert bursts[0] == 40
+    assert bursts[-1] <= 8
+    assert len(bursts) <= 6
 
 
 @pytest.mark.parametrize("bad", ["digest", "short", "error"])

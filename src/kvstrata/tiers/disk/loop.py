@@ -28,11 +28,10 @@ from kvstrata.tiers.disk.tasks import Done, Load, Prepare, ReadEven, ReadUnit, S
 from kvstrata.tiers.disk.work import UNIT_BYTES, Steps, Workshop
 from kvstrata.types import FailCause
 
-_LONG_BYTES = (4 << 20) + BLOCK
-"""Most bytes of one call, of a store while no load is about: a disk spends less on few long calls."""
+_LONG_BYTES = UNIT_BYTES + BLOCK
+"""Most bytes of one call, of a store while no load is about; longer ones keep less of a disk busy."""
 _SMALL_BYTES = 1 << 18
 """Most bytes of one store call while loads are about."""
-_FILL_BYTES = UNIT_BYTES + BLOCK
 _FRESH_BYTES = 1 << 19
 """The same where the file is new, without loads and with: each call waits for the file system."""
 _FEW_BYTES = 1 << 16
@@ -44,8 +43,13 @@ _WORK_BYTES = 1 << 19
 _READY_BYTES = 16 << 20
 """Stores are made ready ahead of their turn up to this much, or as much as may be at the disk if that is more: it never
 waits for their digests."""
+_TAIL_BYTES = 8 << 20
+"""Above this at most as much is read at once as waits behind it. A disk may report all that it has at once: what is
+verified after the last call is little then, not all that the disk can have."""
 _TOGETHER = 8
-"""Calls that are handed over at once, unless the disk has nothing to do: then the first goes alone."""
+_TOGETHER_BYTES = 1 << 20
+"""Calls, and bytes, that are handed over at once, unless the disk has nothing to do: then the first goes alone. The
+kernel makes one call of neighbours among them, longer than is good."""
 
 
 @dataclass(slots=True, eq=False)
@@ -318,7 +322,7 @@ class IoLoop:
             self._queue.submit()
 
     def _submit(self, lane: _Lane, depth: int, piece: int) -> bool:
-        moved, idle = 0, not self._pieces
+        moved, held, together, idle = False, 0, 0, not self._pieces
         load = lane is self._reads
         while lane.open or (load and self._begin(lane)):
             if not lane.open:  # it ended before it made a call
@@ -328,18 +332,22 @@ class IoLoop:
             if lane.out >= (2 * depth if load and size <= _FEW_BYTES else depth):
                 break
             size = min(piece, size - flight.begun)
-            if not load and lane.out and lane.out_bytes + size > self._room.bytes:
+            if lane.out and lane.out_bytes + size > (self._tail(flight) if load else self._room.bytes):
                 break
             self._push(flight, flight.begun, size)
             flight.begun += size
             lane.ready -= size
             if flight.begun >= flight.call.size:
                 lane.open.popleft()
-            moved += 1
-            if idle or not moved % _TOGETHER:
+            moved, held, together = True, held + 1, together + size
+            if idle or held >= _TOGETHER or together >= _TOGETHER_BYTES:
                 self._queue.submit()
-                idle = False
-        return moved > 0
+                held, together, idle = 0, 0, False
+        return moved
+
+    def _tail(self, flight: _Flight) -> int:
+        """Bytes of loads that may be at the disk, as far as those that wait are like this one."""
+        return max(_TAIL_BYTES, self._reads.ready + len(self._reads.waiting) * flight.call.size)
 
     def _push(self, flight: _Flight, begin: int, size: int) -> None:
         self._next_tag += 1
@@ -391,7 +399,7 @@ class IoLoop:
         lane.making = None
         lane.out += 1
         self._beside[task.task_id] = making.call.size
-        piece = _FRESH_BYTES if self._careful else _FILL_BYTES
+        piece = _FRESH_BYTES if self._careful else _LONG_BYTES
         self._aside(task, functools.partial(self._workshop.finish, task, making.steps, making.call, piece))
         return True
 
