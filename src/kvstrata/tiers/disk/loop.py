@@ -33,7 +33,7 @@ _LONG_BYTES = UNIT_BYTES + BLOCK
 _SMALL_BYTES = 1 << 18
 """Most bytes of one store call while loads are about."""
 _FRESH_BYTES = 1 << 19
-"""The same where the file is new, without loads and with: each call waits for the file system."""
+"""The same where the file is new: each call waits for the file system."""
 _FEW_BYTES = 1 << 16
 """Of loads up to this size twice as many may be at the disk: their calls end in bursts."""
 _GROW_BYTES = 4 << 20
