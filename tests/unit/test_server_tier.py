@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import obstore
 import pytest
@@ -222,6 +222,51 @@ def test_what_was_read_as_bad_is_not_said_to_be_there_while_its_end_is_under_way
     assert rig.store(keys[1:2]).ok
     assert rig.present(keys) == keys
     rig.check_loaded(rig.load(keys))
+    rig.close()
+
+
+class Overtaken(Forgetful):
+    """Between its look at the store and its answer, all else that was asked of the store happens."""
+
+    meanwhile: Callable[[], object] = bool
+    looked: tuple[list[bool | FailCause], ...] = ()
+
+    def exists(self, keys: Sequence[OffloadKey], *, own: bool) -> list[bool | FailCause]:
+        found = super().exists(keys, own=own)
+        self.looked += (found,)
+        self.meanwhile()
+        return found
+
+
+@pytest.mark.parametrize("end", ["read as bad", "removed", "evicted"])
+def test_what_has_ended_since_a_probe_looked_is_not_said_to_be_there(end: str) -> None:
+    rig = Rig(limit=3 * SIZE)
+    rig.client = overtaken = rig.object_tier._client = Overtaken(rig.client.inner)
+    overtaken.trusts_index = False  # as where the server may drop records by itself: it is asked for all
+    rig.open()
+    keys = chunk_keys(4)
+    rig.store(keys[:3])
+    match end:
+        case "read as bad":
+            path = f"parts/a/{NAMESPACE.hex()}{LAYOUT_TAG:016x}/{keys[0].hex()}"
+            obstore.put(rig.store_in_memory, path, bytes(SIZE))
+            rig.submit_load(keys[:1])
+            rig.executor.run_all()
+            rig.poll()
+        case "removed":
+            rig.tier.remove(keys[:1])
+        case _:
+            rig.submit_store(keys[3:])
+    ticket = rig.tier.probe(keys[:3])
+    overtaken.meanwhile = rig.executor.run_all
+    while not overtaken.looked:
+        rig.executor.run_at(-1)  # the probe before what was asked first
+    rig.settle()
+    assert overtaken.looked == ([True] * 3,)
+    left = {meta["path"].rsplit("/")[-1] for page in obstore.list(rig.store_in_memory, "parts/a") for meta in page}
+    there = [key.hex() in left for key in keys[:3]]
+    assert there.count(False) == 1
+    assert rig.probed[ticket].answers.astype(bool).tolist() == there
     rig.close()
 
 

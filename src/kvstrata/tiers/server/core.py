@@ -214,10 +214,17 @@ class Core(Storing[Task, StoreItem]):
     # removal
 
     def _tell_gone(self, keys: list[OffloadKey]) -> None:
-        """Probes under way must not find them."""
-        for probe in self._probes.values():
-            probe.removed.update(keys)
+        self._outdate(keys)
         super()._tell_gone(keys)
+
+    def _outdate(self, names: Iterable[Name]) -> None:
+        """Probes under way must not find these, as far as they were not stored again.
+
+        Also when their removal has ended: a probe may have looked before that, and answer after it.
+        """
+        gone = [name for name in names if self._index.get(name) is None]
+        for probe in self._probes.values():
+            probe.removed.update(gone)
 
     def _removal(self, victims: list[Victim], tickets: list[Ticket]) -> RemoveTask:
         return RemoveTask(self._client, victims, tickets)

@@ -67,6 +67,7 @@ class Stores(Loads):
             self._bury(task.victims, task.kept, done=done)
         for item in task.items:
             self._end_item(item, self._outcome(item, task, current=current))
+        self._outdate([victim.name for victim in task.victims])
 
     def _outcome(self, item: StoreItem, task: StoreTask, *, current: bool) -> FailCause | None:
         """Why an item failed, or None. A record that is there is counted, and goes at once if its key was removed."""
@@ -124,8 +125,11 @@ class Stores(Loads):
         if task.epoch == self._epoch:
             self._index.reserved -= task.reserved
             self._bury(task.victims, task.kept, done=done)
+        self._outdate([victim.name for victim in task.victims])
         if isinstance(task, DiscardTask):
-            self._distrusted.difference_update(item.key for item in task.items)
+            bad = {item.key for item in task.items} & self._distrusted  # the others were stored since
+            self._outdate(bad)
+            self._distrusted -= bad
         else:
             for ticket in task.tickets:
                 self._part_done(ticket, ok=done and not task.kept)

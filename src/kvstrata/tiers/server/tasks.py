@@ -77,7 +77,7 @@ class ProbeTask(Task):
         self.asked = asked
         """Indices of the keys that the store is asked for; the others are in the index."""
         self.removed: set[OffloadKey] = set()
-        """Keys that were removed since the probe was taken."""
+        """Keys that were removed, or whose removal has ended, since the probe was taken."""
         self.found: list[bool | FailCause] = []
 
     def run(self) -> None:
